@@ -1,0 +1,1 @@
+"""Mathematics: workloads, optima, strategies and certificates. No files, no printing."""

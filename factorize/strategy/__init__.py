@@ -1,0 +1,1 @@
+"""Strategies: what an artifact holds and the runtime streams. One protocol, one file each."""
