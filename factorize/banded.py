@@ -16,13 +16,16 @@ for k < i.
 import math
 
 import numpy as np
+import numpy.typing as npt
 from numba import njit
 
 from mmfact.factorize import double_double as dd
 
+Array = npt.NDArray[np.float64]
+
 
 @njit(cache=True, nogil=True)
-def selected_inverse(bands, v, s, transition, inverse):
+def selected_inverse(bands: Array, v: Array, s: float, transition: Array, inverse: Array) -> None:
     """Fill `transition` and `inverse` (both (w, n)) for T = L L' + s diag(v).
 
     Forward: rows of [L'; sqrt(s) D^(1/2)] enter a triangle of w + 1 rows by Givens rotations.
@@ -99,7 +102,7 @@ def selected_inverse(bands, v, s, transition, inverse):
 
 
 @njit(cache=True, nogil=True)
-def squared_inverse_product(transition, inverse, q, scale, out):
+def squared_inverse_product(transition: Array, inverse: Array, q: Array, scale: float, out: Array) -> None:
     """out[k] += scale * sum_i ((T^-1)[k, i])^2 q[i], in O(n w^2).
 
     A column of T^-1 is a w-state recursion; the elementwise square of its outer product is a
@@ -154,7 +157,7 @@ def squared_inverse_product(transition, inverse, q, scale, out):
 
 
 @njit(cache=True, nogil=True)
-def add_inverse(transition, inverse, weight, first, last, out):
+def add_inverse(transition: Array, inverse: Array, weight: float, first: int, last: int, out: Array) -> None:
     """out[k, i] += weight * (T^-1)[k, i] for k <= i, columns first <= i < last."""
     w = transition.shape[0]
     state = np.zeros((w, last - first))  # rows k .. k+w-1 of the columns; row i sits at i % w
@@ -175,7 +178,7 @@ def add_inverse(transition, inverse, weight, first, last, out):
 
 
 @njit(cache=True, nogil=True)
-def trace_double_double(bands_hi, bands_lo, v, s):
+def trace_double_double(bands_hi: Array, bands_lo: Array, v: Array, s: float) -> tuple[float, float]:
     """tr(D T^-1) in double-double, and the condition that its rounding error is proportional to.
 
     With 32 digits squaring is harmless up to condition numbers of about 1e20, so this is the

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from mmfact.factorize.errors import SolverError
-from mmfact.factorize.optimum import Optimum
-from mmfact.factorize.participation import Participation
-from mmfact.factorize.strategy.dense import DenseStrategy
-from mmfact.factorize.workload import Workload
+
+if TYPE_CHECKING:  # readers of certificates, the runtime among them, do without the solver
+    from mmfact.factorize.optimum import Optimum
+    from mmfact.factorize.participation import Participation
+    from mmfact.factorize.strategy.dense import DenseStrategy
+    from mmfact.factorize.workload import Workload
 
 
 @dataclass(frozen=True)

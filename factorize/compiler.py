@@ -56,7 +56,19 @@ class Options:
         """Where the solver stops; the plain fixed point, which is slow, only as far as asked."""
         return self.tolerance if self.method == "fixed-point" else min(1e-10, self.tolerance / 100)
 
+    def label(self) -> str:
+        """The part of a default ref that spells every option that is not the default."""
+        default, parts = Options(), []
+        if self.dtype != default.dtype:
+            parts.append(self.dtype)
+        if self.tolerance != default.tolerance:
+            parts.append(f"tolerance{self.tolerance!r}")
+        if self.method != default.method:
+            parts.append(self.method)
+        return "".join(f"-{part}" for part in parts)
+
     def spec(self) -> dict[str, Any]:
+        """The options as plain values; JSON-ready."""
         return {"strategy": self.strategy, "dtype": self.dtype, "tolerance": self.tolerance, "method": self.method}
 
 
@@ -64,7 +76,8 @@ class Options:
 class Factorization:
     """A workload with its certified strategy: A = B C, B = A C^-1.
 
-    `tolerance_reached` says whether the certificate's excess is within the options' tolerance.
+    `tolerance_reached` says whether the certificate's excess is within the options' tolerance; `origin` whether the
+    strategy was compiled here or given by the user.
     """
 
     workload: Workload
@@ -73,6 +86,7 @@ class Factorization:
     strategy: DenseStrategy
     optimum: Optimum
     certificate: Certificate
+    origin: str = "compiled"
 
     @property
     def tolerance_reached(self) -> bool:
@@ -107,3 +121,29 @@ def compile(
         found,
         certificates.certify(workload, strategy, found, participation),
     )
+
+
+def adopt(
+    workload: Workload,
+    strategy: DenseStrategy,
+    options: Options | None = None,
+    *,
+    on_progress: Callable[[Progress], None] = lambda progress: None,
+) -> Factorization:
+    """Certify a strategy that somebody else made: how far is it from the optimum of `workload`?
+
+    For factors in another shape see `lower_triangular` and `lower_triangular_pair` in
+    `mmfact.factorize.strategy.dense`.
+
+    Raises
+    ------
+    WorkloadError
+        The strategy has another number of steps than the workload.
+    SolverError
+        No certificate could be had.
+    """
+    options = options or Options(dtype=strategy.dtype.name)
+    participation = single()
+    found = optima.solve(workload, method=options.method, tolerance=options.solver_tolerance, on_progress=on_progress)
+    certificate = certificates.certify(workload, strategy, found, participation)
+    return Factorization(workload, participation, options, strategy, found, certificate, origin="given")

@@ -1,10 +1,13 @@
 """Double-double arithmetic: a number is hi + lo, about 32 digits.
 
 The functions take floats inside numba kernels and whole arrays in NumPy. The certificate uses them:
-one evaluation of the nuclear norm whose rounding errors are out of the way. Algorithms: Dekker (1971) and Knuth for the exact sum and product, Hida, Li and Bailey
-(2001, "Library for double-double and quad-double arithmetic") for the operations; relative error of
-each at most 4 * UNIT. They rely on IEEE arithmetic as written, so `fastmath` must stay off.
+one evaluation of the nuclear norm whose rounding errors are out of the way. Algorithms: Dekker
+(1971) and Knuth for the exact sum and product; Hida, Li and Bailey (2001, "Library for
+double-double and quad-double arithmetic") for the operations; relative error of each at most
+4 * UNIT. They rely on IEEE arithmetic as written, so `fastmath` must stay off.
 """
+
+from typing import Any
 
 from numba.extending import register_jitable
 
@@ -14,7 +17,7 @@ _SPLITTER = 134217729.0  # 2^27 + 1
 
 
 @register_jitable
-def two_sum(a, b):
+def two_sum(a: Any, b: Any) -> tuple[Any, Any]:
     """a + b = s + e exactly."""
     s = a + b
     t = s - a
@@ -22,7 +25,7 @@ def two_sum(a, b):
 
 
 @register_jitable
-def two_product(a, b):
+def two_product(a: Any, b: Any) -> tuple[Any, Any]:
     """a * b = p + e exactly, barring overflow and underflow."""
     p = a * b
     t = _SPLITTER * a
@@ -35,7 +38,7 @@ def two_product(a, b):
 
 
 @register_jitable
-def add(ah, al, bh, bl):
+def add(ah: Any, al: Any, bh: Any, bl: Any) -> tuple[Any, Any]:
     """a + b, accurate also when they nearly cancel."""
     s, e = two_sum(ah, bh)
     t, f = two_sum(al, bl)
@@ -48,7 +51,7 @@ def add(ah, al, bh, bl):
 
 
 @register_jitable
-def multiply(ah, al, bh, bl):
+def multiply(ah: Any, al: Any, bh: Any, bl: Any) -> tuple[Any, Any]:
     """a * b."""
     p, e = two_product(ah, bh)
     e += ah * bl + al * bh
@@ -57,7 +60,7 @@ def multiply(ah, al, bh, bl):
 
 
 @register_jitable
-def divide(ah, al, bh, bl):
+def divide(ah: Any, al: Any, bh: Any, bl: Any) -> tuple[Any, Any]:
     """a / b: the quotient of the leading parts, corrected twice."""
     q1 = ah / bh
     ph, pl = multiply(bh, bl, q1, 0.0)

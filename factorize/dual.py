@@ -20,6 +20,8 @@ import numpy.typing as npt
 
 Array = npt.NDArray[np.float64]
 
+EPS = float(np.finfo(np.float64).eps)
+
 
 @dataclass(frozen=True, eq=False)
 class Evaluation:

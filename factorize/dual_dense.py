@@ -11,7 +11,7 @@ import math
 import numpy as np
 import scipy.linalg
 
-from mmfact.factorize.dual import Array, CertifiedTrace, Evaluation
+from mmfact.factorize.dual import EPS, Array, CertifiedTrace, Evaluation
 from mmfact.factorize.errors import SolverError
 from mmfact.factorize.workload import Workload
 
@@ -55,7 +55,7 @@ class DenseDual:
         M = self.A * np.sqrt(v)
         sigma = scipy.linalg.svdvals(M, overwrite_a=False, check_finite=False)
         trace = math.fsum(sigma)
-        rounding = 8 * np.finfo(float).eps * math.sqrt(len(v)) * float(np.linalg.norm(sigma)) / trace
+        rounding = 8 * EPS * math.sqrt(len(v)) * float(np.linalg.norm(sigma)) / trace
         return CertifiedTrace(trace, 0.0, rounding)
 
 

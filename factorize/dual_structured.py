@@ -18,8 +18,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from mmfact.factorize import banded
-from mmfact.factorize.dual import Array, CertifiedTrace, Evaluation
 from mmfact.factorize.double_double import UNIT
+from mmfact.factorize.dual import EPS, Array, CertifiedTrace, Evaluation
 from mmfact.factorize.errors import SolverError
 from mmfact.factorize.quadrature import PoleSum, inverse_square_root
 from mmfact.factorize.workload import Workload
@@ -124,7 +124,7 @@ class StructuredDual:
             return CertifiedTrace(0.0, poles.error, math.inf)
         total = math.fsum(terms)
         per_pole = 64 * len(self.bands) ** 3 * UNIT * conditions
-        rounding = float(terms @ per_pole) / total + 4 * np.finfo(float).eps
+        rounding = float(terms @ per_pole) / total + 4 * EPS
         return CertifiedTrace(total, poles.error, rounding)
 
 
@@ -142,10 +142,6 @@ def dense_inverse_sum(at: Evaluation) -> Array:
 
     with ThreadPoolExecutor(threads()) as pool:
         list(pool.map(block, edges[:-1], edges[1:]))
-    lower = np.tril_indices(n, -1) if n < 64 else None
-    if lower is not None:
-        X[lower] = X.T[lower]
-        return X
     X += np.triu(X, 1).T
     return X
 
@@ -162,7 +158,7 @@ def in_groups(work: Callable[[int], None]) -> None:
 
 
 def _absolute_product(bands: Array) -> Array:
-    """Bands of an upper bound of |L L'|: |L||L|' would be coarser by the cancellation that makes L small."""
+    """Bands of |L L'|, for Gershgorin's theorem."""
     w, n = len(bands) - 1, bands.shape[1]
     out = np.zeros_like(bands)
     for k in range(w + 1):

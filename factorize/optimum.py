@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from mmfact.factorize.dual import Array, Dual, Evaluation
+from mmfact.factorize.dual import EPS, Array, Dual, Evaluation
 from mmfact.factorize.dual_dense import DenseDual
 from mmfact.factorize.dual_structured import StructuredDual
 from mmfact.factorize.errors import SolverError, WorkloadError
@@ -158,7 +158,7 @@ def _certified(dual: Dual, run: _Run, fixed_point: bool) -> Optimum:
     v = run.at.v
     certified = dual.certify(v)
     low = certified.trace * max(0.0, 1 - certified.error)
-    lower_bound = low * (low / math.fsum(v)) * (1 - 4 * np.finfo(float).eps)
+    lower_bound = low * (low / math.fsum(v)) * (1 - 4 * EPS)
     return Optimum(
         multipliers=v,
         lower_bound=lower_bound,

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy import special
 
+from mmfact.factorize.dual import EPS
 from mmfact.factorize.errors import SolverError
 
 # Above this ratio lower/upper the nome series would converge slowly; widening an interval is always allowed.
@@ -73,7 +74,7 @@ def _error(weights: npt.NDArray[np.float64], shifts: npt.NDArray[np.float64], lo
     x = np.geomspace(lower, upper, 8 * len(shifts) + 1)
     x[0], x[-1] = lower, upper
     value = np.sqrt(x) * (weights / (x[:, None] + shifts)).sum(axis=1)
-    return float(1.1 * np.max(np.abs(value - 1)) + 4 * np.finfo(float).eps)
+    return float(1.1 * np.max(np.abs(value - 1)) + 4 * EPS)
 
 
 def inverse_square_root(lower: float, upper: float, accuracy: float = 1e-13) -> PoleSum:

@@ -29,7 +29,7 @@ def reference_loss(workload: Workload) -> float:
     import cvxpy as cp
 
     A = workload.dense()
-    scale = np.linalg.norm(A)
+    scale = float(np.linalg.norm(A))
     joint = cp.Variable((2 * n, 2 * n), symmetric=True)
     constraints = [joint >> 0, joint[:n, n:] == A / scale, cp.diag(joint[n:, n:]) <= 1]
     problem = cp.Problem(cp.Minimize(cp.trace(joint[:n, :n])), constraints)

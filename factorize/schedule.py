@@ -112,11 +112,11 @@ SHAPES: dict[str, _Shape] = {
 _RULES: dict[str, tuple[str, Callable[[float], bool]]] = {
     "fraction": ("a number in [0, 1]", lambda x: 0 <= x <= 1),
     "final": ("a number in [0, 1]", lambda x: 0 <= x <= 1),
-    "start": ("a number in (0, 1]", lambda x: 0 < x <= 1),
-    "factor": ("a positive number", lambda x: 0 < x),
+    "start": ("a number in (0, 1]", lambda x: 1 >= x > 0),
+    "factor": ("a positive number", lambda x: x > 0),
     "every": ("a whole number of at least 1", lambda x: x >= 1 and x == int(x)),
-    "power": ("a positive number", lambda x: 0 < x),
-    "peak": ("a positive number", lambda x: 0 < x),
+    "power": ("a positive number", lambda x: x > 0),
+    "peak": ("a positive number", lambda x: x > 0),
     "warmup": ("a whole number of steps, 0 or more", lambda x: x >= 0 and x == int(x)),
 }
 _COMMON = {"peak": 1.0, "warmup": 0.0}
@@ -136,7 +136,8 @@ def named(text: str, n: int) -> Schedule:
     name, _, rest = text.partition(":")
     if name not in SHAPES:
         raise WorkloadError(
-            f"schedule {name!r} is not known; use one of {', '.join(SHAPES)}, or the path of a file with one rate a line"
+            f"schedule {name!r} is not known; use one of {', '.join(SHAPES)}, "
+            "or the path of a file with one rate a line"
         )
     shape = SHAPES[name]
     values = {**shape.defaults, **_COMMON}

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -88,7 +88,8 @@ class Workload:
             raise WorkloadError(f"weight decay {self.weight_decay!r} must be finite and at least 0")
         if self.weight_decay_kind not in DECAY_KINDS:
             raise WorkloadError(
-                f"weight decay kind {self.weight_decay_kind!r} is not known; use coupled (torch.optim.SGD) or decoupled (AdamW)"
+                f"weight decay kind {self.weight_decay_kind!r} is not known; "
+                "use coupled (torch.optim.SGD) or decoupled (AdamW)"
             )
         if not 0 <= self.ema < 1:
             raise WorkloadError(f"ema = {self.ema!r} must be in [0, 1); 0 means the iterates themselves")
@@ -97,9 +98,9 @@ class Workload:
             if shrink.max() >= 1:
                 step = int(np.argmax(shrink))
                 raise WorkloadError(
-                    f"weight decay {self.weight_decay:g} times learning rate {self.learning_rates[step]:g} at step {step} "
-                    "is 1 or more, which would throw the iterate away; both act at the same scale as in the optimizer, "
-                    "so give the schedule its real peak (for one: cooldown:peak=0.1)"
+                    f"weight decay {self.weight_decay:g} times learning rate {self.learning_rates[step]:g} "
+                    f"at step {step} is 1 or more, which would throw the iterate away; both act at the same scale as "
+                    "in the optimizer, so give the schedule its real peak (for one: cooldown:peak=0.1)"
                 )
         allowed = {"prefix-sum": (), "sgd": ("learning_rates", "weight_decay", "ema")}
         allowed["custom"] = ()
@@ -364,7 +365,7 @@ def _product(F: Array, G: Array) -> Array:
 
 
 @njit(cache=True, nogil=True)
-def _run(Phi, b, rows):
+def _run(Phi: Array, b: Array, rows: Array) -> Array:
     n, size = b.shape
     d = rows.shape[1]
     state, fresh = np.zeros((size, d)), np.zeros((size, d))
@@ -383,14 +384,14 @@ def _run(Phi, b, rows):
 
 
 @njit(cache=True, nogil=True)
-def _column_energies(Phi, b):
+def _column_energies(Phi: Array, b: Array) -> Array:
     """b_j' O_j b_j with the observability Gramian O_j = c c' + Phi_(j+1)' O_(j+1) Phi_(j+1)."""
     n, size = b.shape
-    O = np.zeros((size, size))
+    gramian = np.zeros((size, size))
     out = np.empty(n)
     for j in range(n - 1, -1, -1):
         if j < n - 1:
-            O = Phi[j + 1].T @ O @ Phi[j + 1]
-        O[size - 1, size - 1] += 1.0
-        out[j] = b[j] @ (O @ b[j])
+            gramian = Phi[j + 1].T @ gramian @ Phi[j + 1]
+        gramian[size - 1, size - 1] += 1.0
+        out[j] = b[j] @ (gramian @ b[j])
     return out

@@ -1,0 +1,1 @@
+"""Artifacts on disk: HDF5 files, digests, atomic publication, refs."""

@@ -21,6 +21,14 @@ DTYPES = ("float32", "float64")
 
 
 @dataclass(frozen=True, eq=False)
+class StreamingRows:
+    """Row t of the noise is ``rows[t, : t + 1] @ Z[: t + 1]``; `sensitivity` is that of these very rows."""
+
+    rows: Array
+    sensitivity: float
+
+
+@dataclass(frozen=True, eq=False)
 class DenseStrategy:
     """C lower-triangular with a positive diagonal.
 
@@ -93,6 +101,29 @@ class DenseStrategy:
         if workload.n != self.n:
             raise WorkloadError(f"the strategy has {self.n} steps but the workload {workload.n}; they belong together")
         return workload.apply(self.noising())
+
+    def streaming(self, workload: Workload, participation: Participation, space: str) -> StreamingRows:
+        """What a runtime streams: row t of noise is ``rows[t] @ Z``, Z white.
+
+        Parameters
+        ----------
+        space : {"gradient", "iterate"}
+            Rows of C^-1 or of B.
+
+        The rows are computed in float64, so the strategy that they really stream differs from C by
+        the rounding of a triangular inverse, n eps norm(C) norm(C^-1) relative in the worst case
+        (Higham, Accuracy and Stability, section 14.2); the sensitivity returned is raised by it.
+        """
+        noising = self.noising()
+        size = float(np.linalg.norm(self.packed.astype(np.float64))) * float(np.linalg.norm(noising))
+        slack = 2 * self.n * _EPS * size
+        if slack > 1e-2:
+            raise SolverError(
+                f"the strategy is too ill-conditioned to stream (its noise would be uncertain by {slack:.1e}); "
+                "compile a workload with rates that vary less"
+            )
+        rows = noising if space == "gradient" else workload.apply(noising)
+        return StreamingRows(rows, self.sensitivity(participation) * (1 + slack))
 
     def loss(self, workload: Workload, participation: Participation) -> float:
         return self.errors(workload, participation)[0]

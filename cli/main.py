@@ -1,0 +1,297 @@
+"""`mmfact`: the commands. Heavy imports happen inside them, so that --help is quick."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import click
+
+from mmfact import __version__
+
+if TYPE_CHECKING:
+    from mmfact.factorize.compiler import Options
+    from mmfact.factorize.workload import Workload
+
+# Exit codes (design.md, section 8)
+ANSWER_NO, BAD_INPUT, MACHINE_FAILED, INTERRUPTED = 1, 2, 3, 130
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(__version__, prog_name="mmfact")
+def commands() -> None:
+    """Optimal correlated noise for differentially private training, with a proof of how good it is.
+
+    \b
+    Example: mmfact compile --workload momentum --n 2048
+             mmfact inspect momentum-n2048
+    """
+
+
+def _common(command: Callable[..., Any]) -> Callable[..., Any]:
+    command = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout, nothing else.")(
+        command
+    )
+    return click.option(
+        "--store",
+        type=click.Path(),
+        envvar="MMFACT_STORE",
+        default="artifacts",
+        show_default=True,
+        help="Directory of the artifacts (or MMFACT_STORE).",
+    )(command)
+
+
+@commands.command("compile")
+@click.option(
+    "--workload",
+    "kind",
+    required=True,
+    type=click.Choice(["prefix-sum", "sgd", "momentum", "custom"]),
+    help="What the optimizer does to the gradients.",
+)
+@click.option("--n", type=int, help="Training steps; for custom it is the matrix's size.")
+@click.option("--beta", type=float, help="Momentum in [0, 1), for momentum.  [default: 0.9]")
+@click.option(
+    "--lr-schedule",
+    metavar="NAME[:key=value,...]|FILE",
+    help="constant, step, cooldown, decay, cosine, polynomial or warmup, or a file with one rate a line; "
+    "for sgd and momentum.  [default: constant]",
+)
+@click.option("--weight-decay", type=float, default=0.0, show_default=True, help="lambda >= 0, for sgd and momentum.")
+@click.option(
+    "--weight-decay-kind",
+    type=click.Choice(["coupled", "decoupled"]),
+    help="coupled as in torch.optim.SGD, decoupled as in AdamW.  [default: coupled]",
+)
+@click.option("--ema", type=float, default=0.0, metavar="GAMMA", help="Optimize the EMA of the iterates, in [0, 1).")
+@click.option("--matrix", type=click.Path(), help="A lower-triangular matrix in .npy, .npz or .csv, for custom.")
+@click.option("--strategy", type=click.Choice(["dense"]), default="dense", show_default=True, help="How C is stored.")
+@click.option("--dtype", type=click.Choice(["float32", "float64"]), default="float64", show_default=True)
+@click.option(
+    "--tolerance", type=float, default=1e-4, show_default=True, help="Largest acceptable excess of what is shipped."
+)
+@click.option(
+    "--method",
+    type=click.Choice(["auto", "structured", "dense", "fixed-point"]),
+    default="auto",
+    show_default=True,
+    help="Solver; fixed-point is the plain iteration of the paper, for comparison.",
+)
+@click.option("--name", metavar="REF", help="Ref of the artifact.  [default: spells the workload and options]")
+@_common
+def compile_command(**choices: Any) -> None:
+    """Compute the optimal factorization of a workload, certify it and store it.
+
+    \b
+    Example: mmfact compile --workload momentum --n 2048 --lr-schedule cooldown
+    Exit code 1 when the tolerance was not reached (the artifact is stored all the same).
+    """
+    from mmfact.cli import render
+    from mmfact.factorize.compiler import Options, compile
+    from mmfact.factorize.workload import check_dense
+    from mmfact.store.store import ArtifactStore
+
+    workload = _workload(choices)
+    options = Options(choices["strategy"], choices["dtype"], choices["tolerance"], choices["method"])
+    check_dense(workload.n, f"the {options.strategy} strategy")
+    ref = choices["name"] or workload.label() + options.label()
+    store = ArtifactStore(choices["store"])
+    artifact = _already_there(store, ref, workload, options)
+    fresh = artifact is None
+    if artifact is None:
+        store.prepare()
+        with render.solving(f"{workload.kind}, n = {workload.n}") as on_progress:
+            factorization = compile(workload, options, on_progress=on_progress)
+        artifact = store.save(factorization, ref)
+    reached = artifact.certificate.excess <= options.tolerance
+    if choices["as_json"]:
+        _print_json({"ref": ref, "already_there": not fresh, "tolerance_reached": reached, **render.as_dict(artifact)})
+    else:
+        render.artifact(ref, artifact, note=None if fresh else "already there, nothing was computed")
+    if not reached:
+        raise AnswerIsNo(
+            f"the excess {artifact.certificate.excess:.3g} is above the tolerance {options.tolerance:g}: the artifact "
+            "is private and usable, but not as accurate as asked; use --method auto"
+        )
+
+
+@commands.command("list")
+@_common
+def list_command(store: str, as_json: bool) -> None:
+    """List the artifacts of the store.
+
+    \b
+    Example: mmfact list --json
+    """
+    from mmfact.cli import render
+    from mmfact.store.store import ArtifactStore
+
+    entries = list(ArtifactStore(store).entries())
+    if as_json:
+        _print_json({"store": store, "artifacts": [render.entry_as_dict(entry) for entry in entries]})
+    else:
+        render.listing(store, entries)
+
+
+@commands.command("inspect")
+@click.argument("ref")
+@_common
+def inspect_command(ref: str, store: str, as_json: bool) -> None:
+    """Show an artifact: workload, certificate, strategy and provenance.
+
+    \b
+    REF is a name from `mmfact list`, a digest (8 digits or more) or the path of a .h5 file.
+    Example: mmfact inspect momentum-n2048
+    """
+    from mmfact.cli import render
+    from mmfact.store.store import ArtifactStore
+
+    artifact = ArtifactStore(store).load(ref)
+    if as_json:
+        _print_json({"ref": ref, **render.as_dict(artifact)})
+    else:
+        render.artifact(ref, artifact, provenance=True)
+
+
+@commands.command("verify")
+@click.argument("ref")
+@click.option("--reference", is_flag=True, help="Also solve the semidefinite program in cvxpy (n <= 64).")
+@_common
+def verify_command(ref: str, reference: bool, store: str, as_json: bool) -> None:
+    """Recompute the certificate from the file alone, by other means than the compiler's.
+
+    \b
+    Exit code 0: everything agrees. 1: something does not, or the file is damaged.
+    Example: mmfact verify momentum-n2048
+    """
+    from mmfact.cli import render
+    from mmfact.factorize.errors import ArtifactCorrupt, ArtifactVersionError
+    from mmfact.factorize.verification import verify
+    from mmfact.store.store import ArtifactStore
+
+    try:
+        artifact = ArtifactStore(store).load(ref)
+    except (ArtifactCorrupt, ArtifactVersionError) as error:
+        if as_json:
+            _print_json({"ref": ref, "passed": False, "error": str(error)})
+        raise AnswerIsNo(str(error)) from error
+    result = verify(artifact.workload, artifact.C, artifact.multipliers, artifact.certificate, reference=reference)
+    if as_json:
+        _print_json(render.verification_as_dict(ref, artifact, result))
+    else:
+        render.verification(ref, artifact, result)
+    if not result.passed:
+        failed = ", ".join(check.name for check in result.checks if not check.passed)
+        raise AnswerIsNo(f"{ref} fails verification: {failed}. Do not train with it; compile it again")
+
+
+class AnswerIsNo(Exception):  # noqa: N818
+    """The command ran and its answer is no: exit code 1."""
+
+
+def main(arguments: list[str] | None = None) -> NoReturn:
+    """Run the command line and exit; every expected failure is one message on stderr."""
+    from mmfact.factorize.errors import MmfactError, StoreError
+
+    arguments = sys.argv[1:] if arguments is None else arguments
+    try:
+        outcome = commands.main(args=arguments, prog_name="mmfact", standalone_mode=False)
+        sys.stdout.flush()
+        sys.exit(outcome if isinstance(outcome, int) else 0)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(BAD_INPUT)
+    except AnswerIsNo as error:
+        _fail(str(error), ANSWER_NO)
+    except StoreError as error:
+        _fail(str(error), MACHINE_FAILED, arguments)
+    except MmfactError as error:
+        _fail(str(error), BAD_INPUT, arguments)
+    except (KeyboardInterrupt, click.Abort):
+        _fail("interrupted; no partial file was left", INTERRUPTED)
+    except MemoryError:
+        _fail("this machine does not have the memory for it; choose a smaller n", MACHINE_FAILED, arguments)
+    except BrokenPipeError:
+        sys.stderr.close()
+        sys.exit(0)
+    except OSError as error:
+        _fail(f"the machine failed: {error}", MACHINE_FAILED, arguments)
+
+
+def _fail(message: str, code: int, arguments: list[str] | None = None) -> NoReturn:
+    if arguments and "--json" in arguments:
+        _print_json({"error": message, "exit_code": code})
+    click.echo(f"mmfact: {message}", err=True)
+    sys.exit(code)
+
+
+def _print_json(content: dict[str, Any]) -> None:
+    click.echo(json.dumps(content, indent=2, allow_nan=False))
+
+
+def _workload(choices: dict[str, Any]) -> Workload:
+    """The workload that the options describe; an option that does not apply is refused, never ignored."""
+    from mmfact.factorize import schedule, workload
+    from mmfact.factorize.errors import WorkloadError
+    from mmfact.factorize.matrix import read_matrix
+
+    kind, n = choices["kind"], choices["n"]
+    given = {
+        "--beta": choices["beta"] is not None,
+        "--lr-schedule": choices["lr_schedule"] is not None,
+        "--weight-decay": choices["weight_decay"] != 0,
+        "--weight-decay-kind": choices["weight_decay_kind"] is not None,
+        "--ema": choices["ema"] != 0,
+        "--matrix": choices["matrix"] is not None,
+    }
+    sgd = {"--lr-schedule", "--weight-decay", "--weight-decay-kind", "--ema"}
+    allowed = {"prefix-sum": set(), "sgd": sgd, "momentum": sgd | {"--beta"}, "custom": {"--matrix"}}[kind]
+    for option, is_given in given.items():
+        if is_given and option not in allowed:
+            takers = "sgd or momentum" if option in sgd else "momentum" if option == "--beta" else "custom"
+            raise WorkloadError(f"{option} does not apply to --workload {kind}; use it with {takers}, or leave it out")
+    if kind == "custom":
+        if choices["matrix"] is None:
+            raise WorkloadError("--workload custom needs --matrix FILE (.npy, .npz or .csv)")
+        found = workload.custom(read_matrix(Path(choices["matrix"])))
+        if n is not None and n != found.n:
+            raise WorkloadError(f"--n {n} contradicts the matrix, which is {found.n} x {found.n}; leave --n out")
+        return found
+    if n is None:
+        raise WorkloadError(f"--workload {kind} needs --n, the number of training steps")
+    workload.check_horizon(n)
+    workload.check_dense(n, f"the {choices['strategy']} strategy")
+    if kind == "prefix-sum":
+        return workload.prefix_sum(n)
+    if choices["weight_decay_kind"] is not None and not choices["weight_decay"]:
+        raise WorkloadError("--weight-decay-kind has no effect without --weight-decay; give both or neither")
+    rates = schedule.parse(choices["lr_schedule"] or "constant", n)
+    options = {
+        "learning_rates": rates,
+        "weight_decay": choices["weight_decay"],
+        "weight_decay_kind": choices["weight_decay_kind"] or "coupled",
+        "ema": choices["ema"],
+    }
+    if kind == "sgd":
+        return workload.sgd(n, **options)
+    beta = workload.DEFAULT_BETA if choices["beta"] is None else choices["beta"]
+    return workload.momentum(n, beta=beta, **options)
+
+
+def _already_there(store: Any, ref: str, workload: Workload, options: Options) -> Any:
+    """The artifact that `ref` names, if it is what was asked for; None if the ref is free."""
+    from mmfact.factorize.errors import RefError
+
+    if not store.has(ref):
+        return None
+    artifact = store.load(ref)
+    if not artifact.workload.same_as(workload) or artifact.provenance.get("options") != options.spec():
+        raise RefError(
+            f"ref {ref!r} already names something else ({artifact.workload.label()}, options "
+            f"{artifact.provenance.get('options')}); refs are never moved, choose another name with --name"
+        )
+    return artifact

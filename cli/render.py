@@ -1,0 +1,205 @@
+"""What the commands print: tables for people, plain values for --json, progress while a solver runs."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from mmfact.factorize.optimum import Progress
+    from mmfact.factorize.verification import Verification
+    from mmfact.store.artifact import Artifact
+    from mmfact.store.store import Entry
+
+
+@contextlib.contextmanager
+def solving(what: str) -> Iterator[Callable[[Progress], None]]:
+    """Progress of a solve on stderr, only when that is a terminal."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda progress: None
+        return
+    with console.status(f"{what}: starting") as status:
+        yield lambda progress: status.update(
+            f"{what}: iteration {progress.iteration}, within {percent(progress.gap)} of the optimum"
+        )
+
+
+def artifact(ref: str, artifact: Artifact, *, note: str | None = None, provenance: bool = False) -> None:
+    """The table that a person understands without the paper."""
+    certificate, strategy = artifact.certificate, artifact.strategy
+    table = _table(f"{ref}" + (f"  ({note})" if note else ""))
+    table.add_row("workload", describe(artifact))
+    table.add_row("loss", f"{certificate.loss:.10g}  total squared error at unit noise")
+    table.add_row("RMSE", f"{certificate.rmse:.6g}  root mean squared error of an iterate at unit noise")
+    table.add_row("max error", f"{certificate.max_error:.6g}  of the worst iterate")
+    table.add_row("lower bound", f"{certificate.lower_bound:.10g}  no factorization has a smaller loss")
+    table.add_row("excess", f"{percent(certificate.excess)}  no factorization can beat this by more")
+    table.add_row("sensitivity", f"{certificate.sensitivity:.12g}  ({certificate.sensitivity_kind}, one participation)")
+    table.add_row(
+        "strategy", f"{strategy.kind}, {strategy.dtype.name}, keeps or redraws up to {strategy.buffers} vectors"
+    )
+    fallback = ", after the structured solver's error budget was exceeded" if certificate.fell_back else ""
+    table.add_row(
+        "solver",
+        f"{certificate.method}{fallback}: {certificate.iterations} iterations, {certificate.products} products, "
+        f"residual {certificate.residual:.1e}, bound's own error "
+        f"{certificate.quadrature_error + certificate.rounding:.1e}",
+    )
+    if provenance:
+        for name, value in artifact.provenance.items():
+            shown = ", ".join(f"{key} {item}" for key, item in value.items()) if isinstance(value, dict) else str(value)
+            table.add_row(name, shown)
+    table.add_row("size", size(artifact.path.stat().st_size) if artifact.path else "in memory")
+    table.add_row("digest", artifact.digest)
+    _out().print(table)
+
+
+def as_dict(artifact: Artifact) -> dict[str, Any]:
+    """An artifact without its arrays."""
+    certificate = artifact.certificate
+    return {
+        "digest": artifact.digest,
+        "path": str(artifact.path),
+        "size_bytes": artifact.path.stat().st_size if artifact.path else None,
+        "workload": artifact.workload.spec(),
+        "participation": artifact.participation.kind,
+        "strategy": {
+            "kind": artifact.strategy.kind,
+            "dtype": artifact.strategy.dtype.name,
+            "buffers": artifact.strategy.buffers,
+        },
+        "certificate": {**asdict(certificate), "excess": certificate.excess, "rmse": certificate.rmse},
+        "provenance": artifact.provenance,
+    }
+
+
+def listing(store: str, entries: list[Entry]) -> None:
+    """One line an artifact."""
+    if not entries:
+        _out().print(f"no artifacts in {store}; make one with: mmfact compile --workload momentum --n 2048")
+        return
+    table = Table(box=None, pad_edge=False)
+    for column in ("ref", "workload", "n", "excess", "RMSE", "strategy", "size", "created"):
+        table.add_column(column, justify="right" if column in ("n", "excess", "RMSE", "size") else "left")
+    for entry in entries:
+        if entry.artifact is None:
+            table.add_row(
+                entry.ref, Text("damaged: see mmfact verify", style="red"), "", "", "", "", size(entry.size), ""
+            )
+            continue
+        certificate = entry.artifact.certificate
+        table.add_row(
+            entry.ref,
+            entry.artifact.workload.kind,
+            str(entry.artifact.n),
+            percent(certificate.excess),
+            f"{certificate.rmse:.4g}",
+            entry.artifact.strategy.kind,
+            size(entry.size),
+            entry.created,
+        )
+    _out().print(table)
+
+
+def entry_as_dict(entry: Entry) -> dict[str, Any]:
+    """One line of `mmfact list --json`."""
+    content: dict[str, Any] = {
+        "ref": entry.ref,
+        "created": entry.created,
+        "file": entry.file,
+        "size_bytes": entry.size,
+        "error": entry.error,
+    }
+    if entry.artifact is not None:
+        certificate = entry.artifact.certificate
+        content |= {
+            "digest": entry.artifact.digest,
+            "workload": entry.artifact.workload.spec(),
+            "strategy": entry.artifact.strategy.kind,
+            "excess": certificate.excess,
+            "rmse": certificate.rmse,
+        }
+    return content
+
+
+def verification(ref: str, artifact: Artifact, result: Verification) -> None:
+    """Each comparison of `mmfact verify`, and how it was made."""
+    table = Table(title=f"{ref}: {describe(artifact)}", box=None, pad_edge=False, title_justify="left")
+    for column in ("check", "in the file", "recomputed", "verdict", "rule"):
+        table.add_column(column, justify="right" if column in ("in the file", "recomputed") else "left")
+    for check in result.checks:
+        verdict = Text("agrees", style="green") if check.passed else Text("FAILS", style="red")
+        table.add_row(check.name, f"{check.stored:.12g}", f"{check.recomputed:.12g}", verdict, check.rule)
+    _out().print(table)
+    _out().print(f"how: {result.how}")
+    if result.passed:
+        _out().print(f"verified: within {percent(artifact.certificate.excess)} of the best possible factorization")
+
+
+def verification_as_dict(ref: str, artifact: Artifact, result: Verification) -> dict[str, Any]:
+    """The verification as plain values."""
+    return {
+        "ref": ref,
+        "digest": artifact.digest,
+        "passed": result.passed,
+        "excess": artifact.certificate.excess,
+        "how": result.how,
+        "checks": [asdict(check) for check in result.checks],
+    }
+
+
+def describe(artifact: Artifact) -> str:
+    """The workload in words."""
+    workload = artifact.workload
+    parts = [workload.kind]
+    if workload.beta:
+        parts.append(f"beta {workload.beta:g}")
+    parts.append(f"n = {workload.n} steps")
+    if workload.kind in ("sgd", "momentum"):
+        parts.append(f"schedule {workload.schedule}")
+    if workload.weight_decay:
+        parts.append(f"{workload.weight_decay_kind} weight decay {workload.weight_decay:g}")
+    if workload.ema:
+        parts.append(f"EMA {workload.ema:g} of the iterates")
+    return ", ".join(parts)
+
+
+def percent(value: float) -> str:
+    """A relative quantity as a percentage with two digits, never rounded down to nothing."""
+    if value == 0:
+        return "0 %"
+    if value < 1e-4:
+        exponent = math.floor(math.log10(value * 100))
+        return f"{math.ceil(value * 100 / 10**exponent * 10) / 10:g}e{exponent} %"
+    return f"{value * 100:.3g} %"
+
+
+def size(count: int) -> str:
+    """Bytes for people."""
+    amount = float(count)
+    for unit in ("B", "KiB", "MiB"):
+        if amount < 1024:
+            return f"{amount:.3g} {unit}"
+        amount /= 1024
+    return f"{amount:.3g} GiB"
+
+
+def _out() -> Console:
+    # Not limited to 80 columns when piped: lines stay whole for grep, and digests are never cut.
+    console = Console(highlight=False, markup=False)
+    return console if console.is_terminal else Console(highlight=False, markup=False, width=200)
+
+
+def _table(title: str) -> Table:
+    table = Table(title=title, title_justify="left", box=None, show_header=False, pad_edge=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    return table

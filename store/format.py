@@ -1,0 +1,274 @@
+"""The file format: what an artifact's HDF5 file holds, written and read as bytes.
+
+One file holds, in its root group, only these datasets:
+
+    spec              uint8, the JSON of everything that is not an array
+    learning_rates    <f8 (n,)           structured workloads
+    matrix            <f8 (n(n+1)/2,)    custom workloads: the rows of the lower triangle
+    multipliers       <f8 (n,)
+    strategy.packed   <f4 or <f8         the dense strategy: the rows of the lower triangle
+
+All are chunked, with shuffle, gzip and fletcher32. The spec lists every other dataset with shape,
+dtype and SHA-256; the logical digest is the SHA-256 of the spec's bytes, so it covers them all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, fields
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+import h5py
+import numpy as np
+import numpy.typing as npt
+
+from mmfact.factorize.certificate import Certificate
+from mmfact.factorize.errors import ArtifactCorrupt, ArtifactVersionError, MmfactError
+from mmfact.factorize.participation import Participation
+from mmfact.factorize.strategy.dense import DenseStrategy, order
+from mmfact.factorize.workload import LARGEST_DENSE, Workload
+from mmfact.store.artifact import Artifact
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from mmfact.factorize.compiler import Factorization
+
+FORMAT = "mmfact-artifact"
+SCHEMA_VERSION = 1
+
+_LARGEST_SPEC = 1 << 20  # bytes
+_LARGEST_DATASET = 8 * LARGEST_DENSE * (LARGEST_DENSE + 1) // 2  # bytes
+_CHUNK = 1 << 16  # elements: half a megabyte, so that no read or checksum needs much memory
+_ALLOWED_FILTERS = {h5py.h5z.FILTER_SHUFFLE, h5py.h5z.FILTER_DEFLATE, h5py.h5z.FILTER_FLETCHER32}
+_DTYPES = ("<f8", "<f4")
+
+
+def from_factorization(factorization: Factorization) -> Artifact:
+    """The artifact of a fresh factorization, in memory."""
+    provenance = {
+        "versions": {name: version(name) for name in ("mmfact", "numba", "numpy", "scipy")},
+        "options": factorization.options.spec(),
+        "origin": factorization.origin,
+    }
+    artifact = Artifact(
+        workload=factorization.workload,
+        participation=factorization.participation,
+        strategy=factorization.strategy,
+        certificate=factorization.certificate,
+        multipliers=factorization.optimum.multipliers,
+        provenance=provenance,
+        digest="",
+    )
+    spec, _ = _describe(artifact)
+    object.__setattr__(artifact, "digest", hashlib.sha256(spec).hexdigest())
+    return artifact
+
+
+def encode(artifact: Artifact) -> bytes:
+    """The HDF5 file of an artifact, as bytes; equal artifacts give equal bytes."""
+    spec, arrays = _describe(artifact)
+    with h5py.File("artifact.h5", "w", driver="core", backing_store=False, track_order=False) as file:
+        for name, array in {"spec": np.frombuffer(spec, np.uint8), **arrays}.items():
+            file.create_dataset(
+                name,
+                data=array,
+                chunks=(min(array.size, _CHUNK),),
+                shuffle=True,
+                compression="gzip",
+                compression_opts=4,
+                fletcher32=True,
+                track_times=False,
+            )
+        file.flush()
+        return bytes(file.id.get_file_image())
+
+
+def decode(data: bytes, path: Path, logical_digest: str | None = None) -> Artifact:
+    """Read an artifact from the bytes of its file, trusting nothing.
+
+    Raises
+    ------
+    ArtifactCorrupt
+        Not such a file, or content that contradicts itself or `logical_digest`; the message says what.
+    ArtifactVersionError
+        A format newer than this version.
+    """
+    spec_bytes, raw = _read(data, path)
+    spec = _parse(spec_bytes, path)
+    digest = hashlib.sha256(spec_bytes).hexdigest()
+    if logical_digest is not None and digest != logical_digest:
+        raise _corrupt(path, f"its content has digest {digest[:16]}.. but its name says {logical_digest[:16]}..")
+    try:
+        arrays = {name: _load(raw, name, entry, path) for name, entry in spec["datasets"].items()}
+        return _assemble(spec, arrays, digest, path)
+    except (KeyError, TypeError, ValueError, AttributeError, MmfactError) as error:
+        if isinstance(error, ArtifactCorrupt | ArtifactVersionError):
+            raise
+        raise _corrupt(path, f"its spec does not describe an artifact ({error})") from error
+
+
+def _describe(artifact: Artifact) -> tuple[bytes, dict[str, npt.NDArray[Any]]]:
+    workload, arrays = artifact.workload, {}
+    if workload.matrix is None:
+        arrays["learning_rates"] = workload.learning_rates.astype("<f8")
+    else:
+        arrays["matrix"] = workload.matrix[np.tril_indices(workload.n)].astype("<f8")
+    arrays["multipliers"] = artifact.multipliers.astype("<f8")
+    for name, array in artifact.strategy.coefficients().items():
+        arrays[f"strategy.{name}"] = array.astype(array.dtype.newbyteorder("<"))
+    certificate = {**asdict(artifact.certificate), "excess": artifact.certificate.excess}
+    spec = {
+        "format": FORMAT,
+        "schema_version": SCHEMA_VERSION,
+        "workload": workload.spec(),
+        "participation": asdict(artifact.participation),
+        "strategy": {"kind": artifact.strategy.kind},
+        "certificate": certificate,
+        "provenance": artifact.provenance,
+        "datasets": {
+            name: {
+                "shape": list(array.shape),
+                "dtype": array.dtype.str,
+                "sha256": hashlib.sha256(array.tobytes()).hexdigest(),
+            }
+            for name, array in sorted(arrays.items())
+        },
+    }
+    text = json.dumps(spec, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+    return text.encode(), dict(sorted(arrays.items()))
+
+
+def _read(data: bytes, path: Path) -> tuple[bytes, dict[str, npt.NDArray[Any]]]:
+    """Spec bytes and every other dataset, after structural checks and before any number is believed."""
+    try:
+        with h5py.File(h5py.h5f.open_file_image(data)) as file:
+            if file.userblock_size:
+                raise _corrupt(path, "it has a user block, which no artifact has")
+            if len(file.attrs):
+                raise _corrupt(path, "it has attributes, which no artifact has")
+            names = list(file)
+            if "spec" not in names:
+                raise _corrupt(path, "it is an HDF5 file but holds no spec; mmfact did not write it")
+            budget = _LARGEST_SPEC
+            sizes: dict[str, Any] = {}
+            raw: dict[str, npt.NDArray[Any]] = {}
+            for name in ["spec", *(other for other in names if other != "spec")]:
+                dataset = _checked_dataset(file, name, budget, path)
+                raw[name] = dataset[...]
+                if name == "spec":
+                    if dataset.dtype != np.uint8:
+                        raise _corrupt(path, f"its spec holds {dataset.dtype}, not bytes")
+                    sizes = _parse(raw["spec"].tobytes(), path).get("datasets", {})
+                    if not isinstance(sizes, dict) or set(sizes) != set(names) - {"spec"}:
+                        raise _corrupt(path, "its datasets are not those that its spec lists")
+                    budget = _LARGEST_DATASET
+            return raw.pop("spec").tobytes(), raw
+    except (OSError, RuntimeError, KeyError, ValueError, TypeError) as error:
+        raise _corrupt(path, f"it cannot be read as HDF5 ({error})") from error
+
+
+def _checked_dataset(file: h5py.File, name: str, budget: int, path: Path) -> h5py.Dataset:
+    if not isinstance(file.get(name, getlink=True), h5py.HardLink):
+        raise _corrupt(path, f"{name!r} is a link to somewhere else")
+    dataset = file[name]
+    if not isinstance(dataset, h5py.Dataset):
+        raise _corrupt(path, f"{name!r} is not a dataset")
+    plist = dataset.id.get_create_plist()
+    filters = {plist.get_filter(i)[0] for i in range(plist.get_nfilters())}
+    if filters - _ALLOWED_FILTERS:
+        raise _corrupt(path, f"{name!r} uses filters that no artifact uses")
+    if plist.get_layout() != h5py.h5d.CHUNKED:
+        raise _corrupt(path, f"{name!r} is not stored in chunks")
+    if dataset.ndim != 1 or dataset.dtype.str not in ("|u1", *_DTYPES):
+        raise _corrupt(path, f"{name!r} has shape {dataset.shape} and dtype {dataset.dtype}")
+    size = dataset.size * dataset.dtype.itemsize
+    if size > budget or dataset.chunks[0] > max(_CHUNK, 1):
+        raise _corrupt(path, f"{name!r} declares {size} bytes; the limit is {budget}")
+    return dataset
+
+
+def _parse(spec_bytes: bytes, path: Path) -> dict[str, Any]:
+    try:
+        spec = json.loads(spec_bytes)
+    except ValueError as error:
+        raise _corrupt(path, f"its spec is not JSON ({error})") from error
+    if not isinstance(spec, dict) or spec.get("format") != FORMAT:
+        raise _corrupt(path, "its spec is not that of an mmfact artifact")
+    found = spec.get("schema_version")
+    if not isinstance(found, int) or isinstance(found, bool) or found < 1:
+        raise _corrupt(path, f"its schema version is {found!r}")
+    if found > SCHEMA_VERSION:
+        raise ArtifactVersionError(
+            f"{path} has schema version {found}; this mmfact reads up to {SCHEMA_VERSION}. Upgrade mmfact to read it"
+        )
+    return spec
+
+
+def _load(raw: dict[str, npt.NDArray[Any]], name: str, entry: dict[str, Any], path: Path) -> npt.NDArray[Any]:
+    array = raw[name]
+    if list(array.shape) != entry["shape"] or array.dtype.str != entry["dtype"]:
+        raise _corrupt(path, f"{name!r} has another shape or dtype than its spec says")
+    if hashlib.sha256(array.tobytes()).hexdigest() != entry["sha256"]:
+        raise _corrupt(path, f"the values of {name!r} have changed: their SHA-256 is not the one in the spec")
+    return array
+
+
+def _assemble(spec: dict[str, Any], arrays: dict[str, npt.NDArray[Any]], digest: str, path: Path) -> Artifact:
+    described = dict(spec["workload"])
+    n = described["n"]
+    matrix = None
+    if described["kind"] == "custom":
+        packed = arrays.pop("matrix")
+        if order(packed) != n:
+            raise _corrupt(path, f"its matrix is not {n} x {n}")
+        matrix = np.zeros((n, n))
+        matrix[np.tril_indices(n)] = packed
+    rates = arrays.pop("learning_rates") if matrix is None else np.ones(n)
+    workload = Workload(learning_rates=rates, matrix=matrix, **described)
+    multipliers = arrays.pop("multipliers").astype(np.float64)
+    if multipliers.shape != (n,) or not (np.isfinite(multipliers) & (multipliers > 0)).all():
+        raise _corrupt(path, f"its multipliers are not {n} positive numbers")
+    if spec["strategy"] != {"kind": "dense"}:
+        raise _corrupt(path, f"its strategy {spec['strategy']!r} is not known")
+    strategy = DenseStrategy(arrays.pop("strategy.packed"))
+    if arrays or strategy.n != n:
+        raise _corrupt(path, "its strategy has another horizon than its workload, or it holds data nothing refers to")
+    participation = Participation(**spec["participation"])
+    certificate = _certificate(spec["certificate"], path)
+    actual = strategy.sensitivity(participation)
+    if certificate.n != n or abs(certificate.sensitivity / actual - 1) > 1e-9:
+        raise _corrupt(
+            path, f"its certificate says sensitivity {certificate.sensitivity!r} but its coefficients have {actual!r}"
+        )
+    return Artifact(
+        workload=workload,
+        participation=participation,
+        strategy=strategy,
+        certificate=certificate,
+        multipliers=multipliers,
+        provenance=dict(spec["provenance"]),
+        digest=digest,
+        path=path,
+    )
+
+
+def _certificate(entry: dict[str, Any], path: Path) -> Certificate:
+    values = dict(entry)
+    excess = values.pop("excess")
+    for field in fields(Certificate):
+        expected = {"float": float, "int": int, "str": str, "bool": bool}[str(field.type)]
+        if type(values[field.name]) is not expected:
+            raise _corrupt(path, f"its certificate's {field.name} is {values[field.name]!r}, not of type {field.type}")
+    certificate = Certificate(**values)
+    if not 0 < certificate.lower_bound <= certificate.loss or excess != certificate.excess:
+        raise _corrupt(path, "its certificate contradicts itself (lower bound, loss and excess do not agree)")
+    return certificate
+
+
+def _corrupt(path: Path, what: str) -> ArtifactCorrupt:
+    return ArtifactCorrupt(
+        f"{path} cannot be trusted: {what}. Nothing was used from it; compile the artifact again or restore the file"
+    )

@@ -1,0 +1,82 @@
+"""Atomic publication: a file appears whole, under its final name, or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+from mmfact.factorize.errors import StoreError
+
+TEMPORARY_PREFIX = ".tmp-"
+
+
+def publish(path: Path, data: bytes) -> bool:
+    """Write `data` to a new file `path`, mode 0444, without ever overwriting.
+
+    A temporary file in the same directory is written, closed and synced, linked to its name, and the
+    directory synced: after a crash the name is either absent or complete.
+
+    Returns
+    -------
+    bool
+        False when the name already existed; the existing file is left as it is.
+
+    Raises
+    ------
+    StoreError
+        No space, no permission, or another failure of the file system. Nothing is left behind.
+    """
+    directory = path.parent
+    temporary = None
+    try:
+        free = shutil.disk_usage(directory).free
+        if free < len(data):
+            raise OSError(errno.ENOSPC, f"{len(data)} bytes are needed and {free} are free")
+        handle, temporary = tempfile.mkstemp(dir=directory, prefix=TEMPORARY_PREFIX)
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fchmod(file.fileno(), 0o444)
+            os.fsync(file.fileno())
+        return _claim(temporary, path)
+    except OSError as error:
+        raise StoreError(
+            f"{path} could not be written: {error.strerror or error}. Nothing was stored; "
+            "free some space or choose another store with --store (or MMFACT_STORE)"
+        ) from error
+    finally:
+        if temporary is not None:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+
+
+def _claim(temporary: str, path: Path) -> bool:
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        return False
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK):
+            raise
+        # A file system without hard links: an exclusive empty file claims the name, a rename fills it.
+        try:
+            os.close(os.open(path, os.O_CREAT | os.O_EXCL, 0o444))
+        except FileExistsError:
+            return False
+        os.replace(temporary, path)
+    _sync_directory(path.parent)
+    return True
+
+
+def _sync_directory(directory: Path) -> None:
+    if os.name == "nt":
+        return
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

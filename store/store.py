@@ -1,0 +1,220 @@
+"""A store: a directory of artifacts and of refs that name them.
+
+<store>/<logical digest>-<file digest>.h5    artifacts, never changed
+<store>/refs/<ref>.json                      {"artifact": file name, "created": time}
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mmfact.factorize.errors import ArtifactCorrupt, ArtifactError, ArtifactNotFound, RefError, StoreError
+from mmfact.store import format
+from mmfact.store.artifact import Artifact
+from mmfact.store.publish import publish
+
+if TYPE_CHECKING:
+    from mmfact.factorize.compiler import Factorization
+
+DEFAULT_STORE = "artifacts"
+_NAME = re.compile(r"([0-9a-f]{64})-([0-9a-f]{64})\.h5")
+_REF = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,199}")
+_DIGEST = re.compile(r"[0-9a-f]{8,64}")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One line of a listing: a ref with its artifact, or with what is wrong with it."""
+
+    ref: str
+    created: str
+    file: str
+    size: int
+    artifact: Artifact | None
+    error: str | None
+
+
+class ArtifactStore:
+    """Artifacts in a directory.
+
+    Parameters
+    ----------
+    path : str or Path, optional
+        Default: the environment variable MMFACT_STORE, or ``artifacts`` in the working directory. It
+        is created by the first `save`.
+    """
+
+    def __init__(self, path: str | Path | None = None) -> None:
+        self.path = Path(path if path is not None else os.environ.get("MMFACT_STORE") or DEFAULT_STORE)
+        if self.path.exists() and not self.path.is_dir():
+            raise StoreError(f"the store {self.path} is a file; a store is a directory, choose another with --store")
+
+    @property
+    def _refs(self) -> Path:
+        return self.path / "refs"
+
+    def prepare(self) -> None:
+        """Create the directory and see that it can be written, before any long computation.
+
+        Raises
+        ------
+        StoreError
+            It cannot be created or written.
+        """
+        try:
+            self._refs.mkdir(parents=True, exist_ok=True)
+            writable = os.access(self.path, os.W_OK | os.X_OK) and os.access(self._refs, os.W_OK | os.X_OK)
+        except OSError as error:
+            raise StoreError(
+                f"the store {self.path} cannot be created: {error.strerror}; choose another with --store"
+            ) from error
+        if not writable:
+            raise StoreError(f"the store {self.path} is not writable; change its permissions or choose another")
+
+    def save(self, factorization: Factorization, ref: str) -> Artifact:
+        """Publish a factorization under `ref`; the same content again under the same ref is no error.
+
+        Raises
+        ------
+        RefError
+            `ref` is not a valid name, or names something else.
+        StoreError
+            The file system failed; nothing is left behind.
+        """
+        check_ref(ref)
+        self.prepare()
+        artifact = format.from_factorization(factorization)
+        data = format.encode(artifact)
+        name = f"{artifact.digest}-{hashlib.sha256(data).hexdigest()}.h5"
+        format.decode(data, self.path / name, artifact.digest)  # what cannot be read back is never published
+        publish(self.path / name, data)
+        entry = {"artifact": name, "created": datetime.now(UTC).isoformat(timespec="seconds")}
+        if not publish(self._ref_path(ref), (json.dumps(entry, sort_keys=True) + "\n").encode()):
+            existing = self._file_of(ref).name
+            if existing != name:
+                raise RefError(
+                    f"ref {ref!r} already names another artifact ({existing[:16]}..); refs are never moved, "
+                    "choose another name with --name"
+                )
+        object.__setattr__(artifact, "path", self.path / name)
+        return artifact
+
+    def load(self, ref: str) -> Artifact:
+        """Read and check an artifact by ref, by digest (at least 8 digits) or by path of its file.
+
+        Raises
+        ------
+        ArtifactNotFound
+            Nothing has that name; the message offers close ones.
+        ArtifactCorrupt, ArtifactVersionError
+            The file cannot be trusted or read.
+        """
+        return read(self.resolve(ref))
+
+    def resolve(self, ref: str) -> Path:
+        """The file that `ref`, a digest or a path stands for."""
+        if _REF.fullmatch(ref) and self._ref_path(ref).is_file():
+            return self._file_of(ref)
+        if _DIGEST.fullmatch(ref):
+            matches = [path for path in self._files() if path.name.startswith(ref)]
+            if len(matches) == 1:
+                return matches[0]
+            if matches:
+                raise ArtifactNotFound(f"digest {ref!r} fits {len(matches)} artifacts; give more of its digits")
+        if ref.endswith(".h5") and Path(ref).is_file():
+            return Path(ref)
+        close = difflib.get_close_matches(ref, self.refs(), n=3)
+        hint = f"did you mean {' or '.join(close)}?" if close else "`mmfact list` shows what is there"
+        raise ArtifactNotFound(f"no artifact {ref!r} in the store {self.path}; {hint}")
+
+    def has(self, ref: str) -> bool:
+        check_ref(ref)
+        return self._ref_path(ref).is_file()
+
+    def refs(self) -> list[str]:
+        """The names of all refs, sorted."""
+        if not self._refs.is_dir():
+            return []
+        return sorted(path.stem for path in self._refs.glob("*.json") if _REF.fullmatch(path.stem))
+
+    def entries(self) -> Iterator[Entry]:
+        """Every ref with its artifact; a damaged one is listed with its error, never hidden."""
+        for ref in self.refs():
+            created, file, size = "", "", 0
+            try:
+                entry = self._entry(ref)
+                created, file = entry["created"], entry["artifact"]
+                size = (self.path / file).stat().st_size if (self.path / file).is_file() else 0
+                yield Entry(ref, created, file, size, read(self._file_of(ref)), None)
+            except ArtifactError as error:
+                yield Entry(ref, created, file, size, None, str(error))
+
+    def _files(self) -> list[Path]:
+        return sorted(path for path in self.path.glob("*.h5") if _NAME.fullmatch(path.name))
+
+    def _ref_path(self, ref: str) -> Path:
+        return self._refs / f"{ref}.json"
+
+    def _entry(self, ref: str) -> dict[str, str]:
+        path = self._ref_path(ref)
+        try:
+            entry = json.loads(path.read_text(encoding="utf-8"))
+            if not _NAME.fullmatch(entry["artifact"]) or not isinstance(entry["created"], str):
+                raise ValueError("not a ref")
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ArtifactCorrupt(
+                f"the ref file {path} is damaged ({error}); remove it and compile again under the same name"
+            ) from error
+        return {"artifact": entry["artifact"], "created": entry["created"]}
+
+    def _file_of(self, ref: str) -> Path:
+        path = self.path / self._entry(ref)["artifact"]
+        if not path.is_file():
+            raise ArtifactNotFound(
+                f"ref {ref!r} names {path.name[:16]}.., which is not in the store {self.path}; restore the file or "
+                f"remove {self._ref_path(ref)} and compile again"
+            )
+        return path
+
+
+def read(path: Path) -> Artifact:
+    """Read one artifact file. Its digest is checked against its name before the HDF5 library sees it."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise StoreError(f"{path} cannot be read: {error.strerror}") from error
+    match = _NAME.fullmatch(path.name)
+    if match is None:
+        raise ArtifactCorrupt(
+            f"{path} is not named <logical digest>-<file digest>.h5, so its content cannot be checked; "
+            "restore the name it had in its store"
+        )
+    digest = hashlib.sha256(data).hexdigest()
+    if digest != match[2]:
+        raise ArtifactCorrupt(
+            f"{path} is damaged: its {len(data)} bytes have SHA-256 {digest[:16]}.. but its name says "
+            f"{match[2][:16]}..; compile the artifact again or restore the file"
+        )
+    return format.decode(data, path, match[1])
+
+
+def check_ref(ref: str) -> None:
+    """Raise `RefError` unless `ref` may name an artifact."""
+    if not _REF.fullmatch(ref):
+        raise RefError(
+            f"{ref!r} cannot be a ref: use 1 to 200 letters, digits, '.', '_', '+' and '-', not starting with a sign"
+        )
+
+
+def load(ref: str, store: str | Path | None = None) -> Artifact:
+    """Read an artifact by ref, digest or path: ``mmfact.load("momentum-n2048")``."""
+    return ArtifactStore(store).load(ref)
