@@ -219,7 +219,9 @@ def _newton(dual: Dual, v: Array, tolerance: float, on_progress: Callable[[Progr
                 break
             length /= 2
         if better is None:
-            break
+            if improvement <= tolerance:
+                break
+            better = evaluate(at.phi)  # never descends, however bad the quadratic model
         at = better
         # The bound is flat in v_i where v_i is small, but the strategy's loss is not: both must have settled.
         if length == 1.0 and improvement <= tolerance and at.residual <= math.sqrt(tolerance):
