@@ -204,6 +204,8 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         sys.exit(outcome if isinstance(outcome, int) else 0)
     except click.ClickException as error:
         error.show()
+        if "--json" in arguments:
+            _print_json({"error": error.format_message(), "exit_code": BAD_INPUT})
         sys.exit(BAD_INPUT)
     except AnswerIsNo as error:
         _fail(str(error), ANSWER_NO)

@@ -19,7 +19,7 @@ import numpy as np
 from mmfact.factorize.dual import EPS, Array, Dual, Evaluation
 from mmfact.factorize.dual_dense import DenseDual
 from mmfact.factorize.dual_structured import StructuredDual
-from mmfact.factorize.errors import SolverError, WorkloadError
+from mmfact.factorize.errors import WorkloadError
 from mmfact.factorize.workload import LARGEST_DENSE, Workload, check_dense
 
 METHODS = ("auto", "structured", "dense", "fixed-point")
@@ -259,11 +259,3 @@ def _conjugate_gradients(dual: Dual, at: Evaluation, gradient: Array) -> tuple[A
 def _dot(x: Array, y: Array) -> float:
     """Not x @ y: on long vectors BLAS would start threads that then spin on the cores of the sweeps."""
     return float((x * y).sum())
-
-
-def explain_failure(optimum: Optimum) -> SolverError:
-    """The error for an optimum that did not converge, in words."""
-    return SolverError(
-        f"the solver stopped after {optimum.iterations} evaluations at a first-order gap of {optimum.gap:.2e}; "
-        "the workload is ill-conditioned: try --method dense, or rates that vary less"
-    )
