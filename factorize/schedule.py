@@ -38,7 +38,13 @@ class Schedule:
 
 def check_rates(rates: npt.ArrayLike, n: int) -> Rates:
     """Return `rates` as read-only float64 of shape (n,); raise `WorkloadError` naming the first bad step."""
-    eta = np.array(rates, dtype=np.float64)
+    try:
+        given = np.asarray(rates)
+    except ValueError:
+        given = np.asarray("ragged")
+    if given.dtype.kind not in "fiu":
+        raise WorkloadError(f"learning rates must be {n} real numbers, not {given.dtype} of shape {given.shape}")
+    eta = given.astype(np.float64)
     if eta.shape != (n,):
         raise WorkloadError(
             f"learning rates have shape {eta.shape} but n = {n} needs exactly one rate a step, shape ({n},)"
@@ -219,5 +225,8 @@ def parse(text: str, n: int) -> Schedule:
     """
     if text.partition(":")[0] in SHAPES:
         return named(text, n)
-    path = Path(text)
-    return from_file(path, n) if path.exists() else named(text, n)
+    try:
+        is_file = Path(text).exists()
+    except (OSError, ValueError):  # too long for a path, or a null character
+        is_file = False
+    return from_file(Path(text), n) if is_file else named(text, n)

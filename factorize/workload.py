@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import numbers
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -81,6 +82,11 @@ class Workload:
         if self.kind not in KINDS:
             raise WorkloadError(f"workload kind {self.kind!r} is not known; use one of {', '.join(KINDS)}")
         check_horizon(self.n)
+        object.__setattr__(self, "n", int(self.n))
+        for name in ("beta", "weight_decay", "ema"):
+            object.__setattr__(self, name, _real(name.replace("_", " "), getattr(self, name)))
+        if not isinstance(self.schedule, str):
+            raise WorkloadError(f"schedule {self.schedule!r} must be a name; see mmfact.factorize.schedule")
         object.__setattr__(self, "learning_rates", schedule.check_rates(self.learning_rates, self.n))
         if not 0 <= self.beta < 1:
             raise WorkloadError(f"beta = {self.beta!r} must be in [0, 1); 0 means no momentum")
@@ -286,7 +292,7 @@ def check_horizon(n: int) -> None:
     if n > LARGEST_STRUCTURED:
         raise CapacityError(
             f"n = {n} is above the largest horizon of this version, {LARGEST_STRUCTURED} steps "
-            f"(its multipliers and learning rates alone would take {16 * n / 2**30:.3g} GiB); choose a smaller n"
+            f"(its multipliers and learning rates alone would take {16 * n >> 30:,} GiB); choose a smaller n"
         )
 
 
@@ -294,9 +300,18 @@ def check_dense(n: int, what: str) -> None:
     """Raise `CapacityError`, with the memory it would take, when an n x n form of `what` is too large."""
     if n > LARGEST_DENSE:
         raise CapacityError(
-            f"{what} for n = {n} is dense: {8 * n * n / 2**30:,.3g} GiB for one matrix, about "
-            f"{6 * 8 * n * n / 2**30:,.3g} GiB to compile; the limit is n = {LARGEST_DENSE}. Choose a smaller n"
+            f"{what} for n = {n} is dense: {8 * n * n / 2**30:,.1f} GiB for one matrix, about "
+            f"{6 * 8 * n * n / 2**30:,.1f} GiB to compile; the limit is n = {LARGEST_DENSE}. Choose a smaller n"
         )
+
+
+def _real(what: str, value: Any) -> float:
+    if isinstance(value, bool | np.bool_) or not isinstance(value, numbers.Real):
+        raise WorkloadError(f"{what} = {value!r} must be a real number")
+    try:
+        return float(value)
+    except OverflowError:
+        raise WorkloadError(f"{what} must be finite, not a number of {len(str(value))} digits") from None
 
 
 def _rates(given: schedule.Schedule | npt.ArrayLike | None, n: int) -> schedule.Schedule:

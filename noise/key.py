@@ -44,10 +44,14 @@ class NoiseKey:
         secret = secrets.token_bytes(KEY_BYTES)
         try:
             handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            with os.fdopen(handle, "wb") as file:
-                file.write(secret)
-                file.flush()
-                os.fsync(file.fileno())
+            try:
+                with os.fdopen(handle, "wb") as file:
+                    file.write(secret)
+                    file.flush()
+                    os.fsync(file.fileno())
+            except BaseException:
+                os.unlink(path)  # half a key must not look like one
+                raise
         except FileExistsError:
             raise StateError(f"{path} exists; use NoiseKey.from_file to read it, or give another path") from None
         except OSError as error:
@@ -94,6 +98,10 @@ class NoiseKey:
     def id(self) -> str:
         """A hash that names the key without revealing it, 16 hex digits."""
         return hmac.digest(self._secret, b"mmfact key id", "sha256")[:8].hex()
+
+    def sign(self, message: bytes) -> str:
+        """A message authentication code (HMAC-SHA256), hex: only the key's holder could have written it."""
+        return hmac.digest(self._secret, b"mmfact stream state" + message, "sha256").hex()
 
     def reveal(self) -> bytes:
         """The secret itself, for key derivation inside `mmfact.noise`."""

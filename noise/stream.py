@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import hmac
+import json
 import math
+import numbers
 import os
 import secrets
+import threading
 from importlib.metadata import version
 from typing import Any, NoReturn
 
@@ -102,6 +108,12 @@ class NoiseStream:
                 f"dtype {precision} is not allowed: noise is drawn and added in {' or '.join(DTYPES)}, "
                 "since a cast before the sum would put the release on a grid; cast the noisy sum instead"
             )
+        if not isinstance(name, str) or any("\ud800" <= letter <= "\udfff" for letter in name):
+            raise StateError(f"name = {name!r} must be text (no lone surrogates): it tells tensors under one key apart")
+        if key is not None and not isinstance(key, NoiseKey):
+            raise StateError("key must be a NoiseKey: NoiseKey.generate(path), from_file(path) or from_bytes(32 bytes)")
+        if run is not None and not isinstance(run, bytes):
+            raise StateError(f"run must be the {NONCE_BYTES} bytes of another shard's run, not {type(run).__name__}")
         self.size = _whole("size", size, 1)
         self.offset = _whole("offset", offset, 0)
         self.total = self.offset + self.size if total is None else _whole("total", total, 1)
@@ -111,16 +123,26 @@ class NoiseStream:
             )
         if self.total > LARGEST_ROW:
             raise CapacityError(f"total = {self.total} elements are more than one row's keystream, {LARGEST_ROW}")
-        self.artifact, self.name, self.space, self.dtype = artifact, str(name), space, np.dtype(precision)
+        self.artifact, self.name, self.space, self.dtype = artifact, name, space, np.dtype(precision)
         _check_memory(self.size, self.dtype)
         self.key = key if key is not None else NoiseKey(secrets.token_bytes(32), recoverable=False)
-        self.run = secrets.token_bytes(NONCE_BYTES) if run is None else bytes(run)
+        self.run = secrets.token_bytes(NONCE_BYTES) if run is None else run
         self._source = NoiseSource(self.key, self.run, artifact.digest, self.name, self.dtype)
-        streaming = artifact.strategy.streaming(artifact.workload, artifact.participation, space)
+        workload = artifact.workload
+        decode = workload.matrix if space == "iterate" else None
+        streaming = artifact.strategy.streaming(artifact.participation, decode)
+        # Iterate space of a structured workload: the optimizer itself runs over the gradient-space rows.
+        self._optimizer = workload.state_space() if space == "iterate" and workload.structured else None
+        self._iterates = np.zeros((0 if self._optimizer is None else self._optimizer[1].shape[1], self.size))
+        self._absorbed = 0  # rows that the optimizer has seen
         self.sensitivity = streaming.sensitivity
-        self._rows = streaming.rows * (self.noise_multiplier * self.clip_norm * self.sensitivity)
+        scale = self.noise_multiplier * self.clip_norm * self.sensitivity
+        self._rows = streaming.rows * scale
+        _check_range(scale, self._rows, self.dtype)
+        self._lock = threading.Lock()
         self._history: list[Row] = []
         self._step = 0
+        self._skipped = 0
         self._committed = 0
         self._resumes: list[dict[str, Any]] = []
         self._process = os.getpid()
@@ -150,11 +172,6 @@ class NoiseStream:
                 "this stream was copied into another process by fork, which would issue its rows twice; make one "
                 "stream in each process, under its own name or as shards of one vector"
             )
-        if self._step >= self.horizon:
-            raise HorizonError(
-                f"step {self._step} is at or past the horizon of {self.horizon} steps that this artifact was compiled "
-                "for; stop training, or compile a longer horizon for a new run"
-            )
         if out is None:
             out = np.empty(self.size, self.dtype)
         elif not (
@@ -168,26 +185,33 @@ class NoiseStream:
                 f"out must be a writeable contiguous {self.dtype} array of shape ({self.size},); it is "
                 f"{getattr(out, 'dtype', type(out).__name__)} of shape {getattr(out, 'shape', None)}"
             )
-        total = np.zeros(self.size)
-        for step in range(self._step + 1):
-            _accumulate(self._rows[self._step, step], self._white(step), total)
-        self._step += 1  # before the row leaves: an interruption here loses a row but never repeats one
+        with self._lock:  # two threads must not enter the same step
+            step = self._step
+            if step >= self.horizon:
+                raise HorizonError(
+                    f"step {step} is at or past the horizon of {self.horizon} steps that this artifact was compiled "
+                    "for; stop training, or compile a longer horizon for a new run"
+                )
+            total = self._noise(step)
+            self._step += 1  # before the row leaves: an interruption here loses a row but never repeats one
         out[:] = total
         return out
 
     def skip_to(self, step: int) -> None:
         """Go forward to `step` without issuing the rows between; they are gone for this run."""
         step = _whole("step", step, 0)
-        if step < self._step:
-            raise StateError(
-                f"step {step} lies before the current step {self._step}: rows that were issued are not issued again"
-            )
         if step > self.horizon:
             raise HorizonError(f"step {step} is past the horizon of {self.horizon} steps")
-        self._step = step
+        with self._lock:
+            if step < self._step:
+                raise StateError(
+                    f"step {step} lies before the current step {self._step}: rows that were issued are not issued again"
+                )
+            self._skipped += step - self._step
+            self._step = step
 
     def commit(self) -> None:
-        """Say that a checkpoint with this stream's state is durable: rows so far will not be asked for again."""
+        """Say that a checkpoint with this stream's state is durable: steps so far will not be asked for again."""
         self._committed = self._step
 
     def state_dict(self) -> dict[str, Any]:
@@ -204,9 +228,10 @@ class NoiseStream:
                 "this stream made its own key, which is lost with the process, so a saved state could not go on; pass "
                 "key=NoiseKey.generate(path), or key=NoiseKey.ephemeral() if the state need not outlive the process"
             )
-        return {
+        state = {
             "version": STATE_VERSION,
             "step": self._step,
+            "skipped": self._skipped,
             "committed": self._committed,
             "run": self.run.hex(),
             "artifact": self.artifact.digest,
@@ -219,8 +244,9 @@ class NoiseStream:
             "dtype": self.dtype.name,
             "noise_multiplier": self.noise_multiplier,
             "clip_norm": self.clip_norm,
-            "resumes": list(self._resumes),
+            "resumes": copy.deepcopy(self._resumes),
         }
+        return {**state, "signature": self.key.sign(_canonical(state))}
 
     @classmethod
     def restore(
@@ -262,6 +288,12 @@ class NoiseStream:
                         f"the state belongs to {what} {str(needed)[:16]}, not to the given {what} {found[:16]}; "
                         "its noise could not go on"
                     )
+            unsigned = {name: value for name, value in state.items() if name != "signature"}
+            if not hmac.compare_digest(key.sign(_canonical(unsigned)), state["signature"]):
+                raise StateError(
+                    "the state was changed after it was saved: its signature does not fit; use an untouched one, "
+                    "since another step or scale under the same noise would betray the gradients"
+                )
             stream = cls(
                 artifact,
                 state["size"],
@@ -275,12 +307,15 @@ class NoiseStream:
                 dtype=state["dtype"],
                 run=bytes.fromhex(state["run"]),
             )
-            step, committed = _whole("step", state["step"], 0), _whole("committed", state["committed"], 0)
-            if committed > step:
-                raise StateError(f"the state says that {committed} rows are committed but only {step} issued")
+            step = _whole("step", state["step"], 0)
+            committed, skipped = _whole("committed", state["committed"], 0), _whole("skipped", state["skipped"], 0)
+            if max(committed, skipped) > step:
+                raise StateError(
+                    f"the state says {committed} rows committed and {skipped} skipped, but only {step} steps"
+                )
             stream.skip_to(step)
-            stream._committed = committed
-            stream._resumes = [*state["resumes"], {"step": step, "declared": resume}]
+            stream._committed, stream._skipped = committed, skipped
+            stream._resumes = [*copy.deepcopy(state["resumes"]), {"step": step, "declared": resume}]
         except (KeyError, TypeError, ValueError) as error:
             raise StateError(
                 f"the state is damaged or not a stream's state ({error!r}); use another checkpoint"
@@ -300,10 +335,11 @@ class NoiseStream:
             "name": self.name,
             "run": self.run.hex(),
             "key": self.key.id,
-            "issued": self._step,
+            "issued": self._step - self._skipped,
+            "skipped": self._skipped,
             "committed": self._committed,
             "horizon": self.horizon,
-            "resumes": list(self._resumes),
+            "resumes": copy.deepcopy(self._resumes),
             "versions": {name: version(name) for name in ("mmfact", "numpy", "scipy", "cryptography")},
         }
 
@@ -315,6 +351,25 @@ class NoiseStream:
             f"NoiseStream({self.artifact.digest[:12]}, size={self.size}, step={self._step}/{self.horizon}, "
             f"space={self.space}, dtype={self.dtype.name}, key={self.key.id})"
         )
+
+    def _noise(self, step: int) -> Row:
+        """Row `step` of the noise in float64, in the stream's space."""
+        if self._optimizer is None:
+            return self._combined(step)
+        transition, gain = self._optimizer
+        for past in range(self._absorbed, step + 1):  # more than one only after a skip or a restore
+            row = self._combined(past)
+            # not a matrix product: BLAS may round differently for another shard's size
+            carried = (transition[past][:, :, None] * self._iterates).sum(axis=1)
+            self._iterates = carried + gain[past][:, None] * row
+            self._absorbed = past + 1
+        return self._iterates[-1]
+
+    def _combined(self, step: int) -> Row:
+        total = np.zeros(self.size)
+        for past in range(step + 1):
+            _accumulate(self._rows[step, past], self._white(past), total)
+        return total
 
     def _white(self, step: int) -> Row:
         if step < len(self._history):
@@ -331,17 +386,35 @@ def _accumulate(weight: float, row: Row, total: Row) -> None:
         total[e] += weight * row[e]
 
 
-def _positive(what: str, value: float) -> float:
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        number = math.nan
+def _positive(what: str, value: Any) -> float:
+    number = math.nan
+    if isinstance(value, numbers.Real) and not isinstance(value, bool | np.bool_):
+        with contextlib.suppress(OverflowError):
+            number = float(value)
     if not (math.isfinite(number) and number > 0):
-        raise PrivacyError(f"{what} {value!r} must be positive and finite; without it there is no privacy")
+        raise PrivacyError(f"{what} {value!r:.40} must be a positive finite number; without it there is no privacy")
     return number
 
 
+def _check_range(scale: float, rows: Row, dtype: np.dtype[Any]) -> None:
+    """Noise must neither vanish nor overflow in `dtype`, in any row: 64 standard deviations up, 2^-24 of one down."""
+    limits = np.finfo(dtype)
+    largest = float(np.sqrt(np.einsum("ij,ij->i", rows, rows).max())) if np.isfinite(scale) else math.inf
+    smallest = float(np.abs(np.diag(rows)).min())  # each row's own fresh noise
+    if not (smallest * 2.0**-24 > limits.tiny and largest * 64 < limits.max):
+        raise PrivacyError(
+            f"noise_multiplier * clip_norm * sensitivity = {scale:.3g} gives noise that {dtype} cannot hold; "
+            "rescale the gradients and the clip norm, or use dtype float64"
+        )
+
+
+def _canonical(state: dict[str, Any]) -> bytes:
+    return json.dumps(state, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+
+
 def _whole(what: str, value: Any, least: int) -> int:
+    if isinstance(value, int) and value.bit_length() > 1024:
+        raise CapacityError(f"{what} is a number of {value.bit_length()} bits, more than anything here can hold")
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
         raise StateError(f"{what} = {value!r} must be a whole number of at least {least}")
     return int(value)

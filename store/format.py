@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+import zlib
 from dataclasses import asdict, fields
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
@@ -41,9 +43,10 @@ SCHEMA_VERSION = 1
 
 _LARGEST_SPEC = 1 << 20  # bytes
 _LARGEST_DATASET = 8 * LARGEST_DENSE * (LARGEST_DENSE + 1) // 2  # bytes
+# A custom workload holds two triangles; small datasets and HDF5's own structures fit into the rest.
+LARGEST_FILE = 2 * _LARGEST_DATASET + (1 << 26)
 _CHUNK = 1 << 16  # elements: half a megabyte, so that no read or checksum needs much memory
-_ALLOWED_FILTERS = {h5py.h5z.FILTER_SHUFFLE, h5py.h5z.FILTER_DEFLATE, h5py.h5z.FILTER_FLETCHER32}
-_DTYPES = ("<f8", "<f4")
+_FILTERS = {h5py.h5z.FILTER_SHUFFLE, h5py.h5z.FILTER_DEFLATE, h5py.h5z.FILTER_FLETCHER32}
 
 
 def from_factorization(factorization: Factorization) -> Artifact:
@@ -104,7 +107,7 @@ def decode(data: bytes, path: Path, logical_digest: str | None = None) -> Artifa
     try:
         arrays = {name: _load(raw, name, entry, path) for name, entry in spec["datasets"].items()}
         return _assemble(spec, arrays, digest, path)
-    except (KeyError, TypeError, ValueError, AttributeError, MmfactError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError, MmfactError) as error:
         if isinstance(error, ArtifactCorrupt | ArtifactVersionError):
             raise
         raise _corrupt(path, f"its spec does not describe an artifact ({error})") from error
@@ -152,48 +155,63 @@ def _read(data: bytes, path: Path) -> tuple[bytes, dict[str, npt.NDArray[Any]]]:
             names = list(file)
             if "spec" not in names:
                 raise _corrupt(path, "it is an HDF5 file but holds no spec; mmfact did not write it")
-            budget = _LARGEST_SPEC
-            sizes: dict[str, Any] = {}
-            raw: dict[str, npt.NDArray[Any]] = {}
-            for name in ["spec", *(other for other in names if other != "spec")]:
-                dataset = _checked_dataset(file, name, budget, path)
-                raw[name] = dataset[...]
-                if name == "spec":
-                    if dataset.dtype != np.uint8:
-                        raise _corrupt(path, f"its spec holds {dataset.dtype}, not bytes")
-                    sizes = _parse(raw["spec"].tobytes(), path).get("datasets", {})
-                    if not isinstance(sizes, dict) or set(sizes) != set(names) - {"spec"}:
-                        raise _corrupt(path, "its datasets are not those that its spec lists")
-                    budget = _LARGEST_DATASET
-            return raw.pop("spec").tobytes(), raw
-    except (OSError, RuntimeError, KeyError, ValueError, TypeError) as error:
+            spec_bytes = _dataset(file, "spec", None, path).tobytes()
+            listed = _sizes(_parse(spec_bytes, path), path)
+            if set(listed) != set(names) - {"spec"}:
+                raise _corrupt(path, "its datasets are not those that its spec calls for")
+            return spec_bytes, {name: _dataset(file, name, size, path) for name, size in listed.items()}
+    except (OSError, RuntimeError, KeyError, ValueError, TypeError, zlib.error) as error:
         raise _corrupt(path, f"it cannot be read as HDF5 ({error})") from error
 
 
-def _checked_dataset(file: h5py.File, name: str, budget: int, path: Path) -> h5py.Dataset:
+def _sizes(spec: dict[str, Any], path: Path) -> dict[str, int]:
+    """Elements of every dataset that a spec calls for: known before anything large is read."""
+    workload = spec.get("workload")
+    n = workload.get("n") if isinstance(workload, dict) else None
+    if not isinstance(n, int) or isinstance(n, bool) or not 1 <= n <= LARGEST_DENSE:
+        raise _corrupt(path, f"its horizon is {n!r:.20}")
+    triangle = n * (n + 1) // 2
+    own = {"matrix": triangle} if workload.get("kind") == "custom" else {"learning_rates": n}
+    sizes = {**own, "multipliers": n, "strategy.packed": triangle}
+    if not isinstance(spec.get("datasets"), dict) or set(spec["datasets"]) != set(sizes):
+        raise _corrupt(path, "its spec lists other datasets than its workload and strategy need")
+    return sizes
+
+
+def _dataset(file: h5py.File, name: str, size: int | None, path: Path) -> npt.NDArray[Any]:
+    """Read one dataset of `size` elements (the spec: any number of bytes up to its limit), after checking its form."""
     if not isinstance(file.get(name, getlink=True), h5py.HardLink):
         raise _corrupt(path, f"{name!r} is a link to somewhere else")
     dataset = file[name]
-    if not isinstance(dataset, h5py.Dataset):
-        raise _corrupt(path, f"{name!r} is not a dataset")
+    if not isinstance(dataset, h5py.Dataset) or len(dataset.attrs):
+        raise _corrupt(path, f"{name!r} is not a plain dataset")
     plist = dataset.id.get_create_plist()
     filters = {plist.get_filter(i)[0] for i in range(plist.get_nfilters())}
-    if filters - _ALLOWED_FILTERS:
-        raise _corrupt(path, f"{name!r} uses filters that no artifact uses")
-    if plist.get_layout() != h5py.h5d.CHUNKED:
-        raise _corrupt(path, f"{name!r} is not stored in chunks")
-    if dataset.ndim != 1 or dataset.dtype.str not in ("|u1", *_DTYPES):
-        raise _corrupt(path, f"{name!r} has shape {dataset.shape} and dtype {dataset.dtype}")
-    size = dataset.size * dataset.dtype.itemsize
-    if size > budget or dataset.chunks[0] > max(_CHUNK, 1):
-        raise _corrupt(path, f"{name!r} declares {size} bytes; the limit is {budget}")
-    return dataset
+    if filters != _FILTERS or plist.get_layout() != h5py.h5d.CHUNKED:
+        raise _corrupt(path, f"{name!r} is not stored in chunks with the filters that artifacts use")
+    allowed = ("|u1",) if size is None else ("<f8", "<f4")
+    fits = dataset.ndim == 1 and (1 <= dataset.size <= _LARGEST_SPEC if size is None else dataset.size == size)
+    if not fits or dataset.dtype.str not in allowed or dataset.chunks[0] > _CHUNK:
+        raise _corrupt(
+            path, f"{name!r} has shape {dataset.shape} and dtype {dataset.dtype}, which does not fit its spec"
+        )
+    # The HDF5 library unpacks a chunk to whatever size it has; see first that each has the size it should.
+    expected = dataset.chunks[0] * dataset.dtype.itemsize
+    for index in range(dataset.id.get_num_chunks()):
+        info = dataset.id.get_chunk_info(index)
+        if info.filter_mask or info.size > expected + expected // 100 + 1024:
+            raise _corrupt(path, f"a chunk of {name!r} is not packed as artifacts are")
+        _, packed = dataset.id.read_direct_chunk(info.chunk_offset)
+        unpacking = zlib.decompressobj()
+        if len(unpacking.decompress(packed[:-4], expected + 1)) != expected:  # the last 4 bytes are the fletcher32
+            raise _corrupt(path, f"a chunk of {name!r} unpacks to another size than it should")
+    return dataset[...]
 
 
 def _parse(spec_bytes: bytes, path: Path) -> dict[str, Any]:
     try:
-        spec = json.loads(spec_bytes)
-    except ValueError as error:
+        spec = json.loads(spec_bytes, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
         raise _corrupt(path, f"its spec is not JSON ({error})") from error
     if not isinstance(spec, dict) or spec.get("format") != FORMAT:
         raise _corrupt(path, "its spec is not that of an mmfact artifact")
@@ -205,6 +223,10 @@ def _parse(spec_bytes: bytes, path: Path) -> dict[str, Any]:
             f"{path} has schema version {found}; this mmfact reads up to {SCHEMA_VERSION}. Upgrade mmfact to read it"
         )
     return spec
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a number that an artifact may hold")
 
 
 def _load(raw: dict[str, npt.NDArray[Any]], name: str, entry: dict[str, Any], path: Path) -> npt.NDArray[Any]:
@@ -263,6 +285,9 @@ def _certificate(entry: dict[str, Any], path: Path) -> Certificate:
         if type(values[field.name]) is not expected:
             raise _corrupt(path, f"its certificate's {field.name} is {values[field.name]!r}, not of type {field.type}")
     certificate = Certificate(**values)
+    numbers = [value for value in (*values.values(), excess) if isinstance(value, float)]
+    if not all(math.isfinite(value) for value in numbers):
+        raise _corrupt(path, "its certificate holds a number that is not finite")
     if not 0 < certificate.lower_bound <= certificate.loss or excess != certificate.excess:
         raise _corrupt(path, "its certificate contradicts itself (lower bound, loss and excess do not agree)")
     return certificate

@@ -62,13 +62,16 @@ def _claim(temporary: str, path: Path) -> bool:
     except OSError as error:
         if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK):
             raise
-        # A file system without hard links: an exclusive empty file claims the name, a rename fills it.
-        try:
-            os.close(os.open(path, os.O_CREAT | os.O_EXCL, 0o444))
-        except FileExistsError:
+        # A file system without hard links. Between the look and the rename another writer may come first, with
+        # the same bytes for an artifact; a name that readers could see empty would be worse.
+        if path.exists():
             return False
         os.replace(temporary, path)
-    _sync_directory(path.parent)
+    try:
+        _sync_directory(path.parent)
+    except OSError:
+        os.unlink(path)  # what might not survive a crash is not published
+        raise
     return True
 
 

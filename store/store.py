@@ -12,7 +12,7 @@ import json
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -94,19 +94,33 @@ class ArtifactStore:
         self.prepare()
         artifact = format.from_factorization(factorization)
         data = format.encode(artifact)
-        name = f"{artifact.digest}-{hashlib.sha256(data).hexdigest()}.h5"
-        format.decode(data, self.path / name, artifact.digest)  # what cannot be read back is never published
-        publish(self.path / name, data)
-        entry = {"artifact": name, "created": datetime.now(UTC).isoformat(timespec="seconds")}
-        if not publish(self._ref_path(ref), (json.dumps(entry, sort_keys=True) + "\n").encode()):
-            existing = self._file_of(ref).name
-            if existing != name:
-                raise RefError(
-                    f"ref {ref!r} already names another artifact ({existing[:16]}..); refs are never moved, "
-                    "choose another name with --name"
-                )
-        object.__setattr__(artifact, "path", self.path / name)
-        return artifact
+        path = self.path / f"{artifact.digest}-{hashlib.sha256(data).hexdigest()}.h5"
+        format.decode(data, path, artifact.digest)  # what cannot be read back is never published
+        if self.has(ref) and (self._same(ref, artifact) != path or path.is_file()):
+            return read(self._file_of(ref))
+        created = publish(path, data)
+        if not created and path.read_bytes() != data:
+            raise ArtifactCorrupt(
+                f"{path} is damaged and stands in the way of the same artifact; remove it and save again"
+            )
+        entry = {"artifact": path.name, "created": datetime.now(UTC).isoformat(timespec="seconds")}
+        try:
+            named = publish(self._ref_path(ref), (json.dumps(entry, sort_keys=True) + "\n").encode())
+        except BaseException:
+            if created:
+                path.unlink(missing_ok=True)
+            raise
+        return replace(artifact, path=path) if named else read(self._same(ref, artifact))
+
+    def _same(self, ref: str, artifact: Artifact) -> Path:
+        """The file that `ref` names, if its content is that of `artifact` (its bytes may be another library's)."""
+        existing = self._entry(ref)["artifact"]
+        if existing[:64] != artifact.digest:
+            raise RefError(
+                f"ref {ref!r} already names another artifact ({existing[:16]}..); refs are never moved, "
+                "choose another name with --name"
+            )
+        return self.path / existing
 
     def load(self, ref: str) -> Artifact:
         """Read and check an artifact by ref, by digest (at least 8 digits) or by path of its file.
@@ -122,7 +136,7 @@ class ArtifactStore:
 
     def resolve(self, ref: str) -> Path:
         """The file that `ref`, a digest or a path stands for."""
-        if _REF.fullmatch(ref) and self._ref_path(ref).is_file():
+        if _REF.fullmatch(ref) and _is_file(self._ref_path(ref)):
             return self._file_of(ref)
         if _DIGEST.fullmatch(ref):
             matches = [path for path in self._files() if path.name.startswith(ref)]
@@ -130,7 +144,7 @@ class ArtifactStore:
                 return matches[0]
             if matches:
                 raise ArtifactNotFound(f"digest {ref!r} fits {len(matches)} artifacts; give more of its digits")
-        if ref.endswith(".h5") and Path(ref).is_file():
+        if ref.endswith(".h5") and _is_file(Path(ref)):
             return Path(ref)
         close = difflib.get_close_matches(ref, self.refs(), n=3)
         hint = f"did you mean {' or '.join(close)}?" if close else "`mmfact list` shows what is there"
@@ -138,7 +152,7 @@ class ArtifactStore:
 
     def has(self, ref: str) -> bool:
         check_ref(ref)
-        return self._ref_path(ref).is_file()
+        return _is_file(self._ref_path(ref))
 
     def refs(self) -> list[str]:
         """The names of all refs, sorted."""
@@ -170,7 +184,7 @@ class ArtifactStore:
             entry = json.loads(path.read_text(encoding="utf-8"))
             if not _NAME.fullmatch(entry["artifact"]) or not isinstance(entry["created"], str):
                 raise ValueError("not a ref")
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise ArtifactCorrupt(
                 f"the ref file {path} is damaged ({error}); remove it and compile again under the same name"
             ) from error
@@ -188,16 +202,19 @@ class ArtifactStore:
 
 def read(path: Path) -> Artifact:
     """Read one artifact file. Its digest is checked against its name before the HDF5 library sees it."""
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise StoreError(f"{path} cannot be read: {error.strerror}") from error
     match = _NAME.fullmatch(path.name)
     if match is None:
         raise ArtifactCorrupt(
             f"{path} is not named <logical digest>-<file digest>.h5, so its content cannot be checked; "
             "restore the name it had in its store"
         )
+    try:
+        size = path.stat().st_size
+        if size > format.LARGEST_FILE:
+            raise ArtifactCorrupt(f"{path} has {size} bytes; no artifact is larger than {format.LARGEST_FILE}")
+        data = path.read_bytes()
+    except OSError as error:
+        raise StoreError(f"{path} cannot be read: {error.strerror}") from error
     digest = hashlib.sha256(data).hexdigest()
     if digest != match[2]:
         raise ArtifactCorrupt(
@@ -205,6 +222,13 @@ def read(path: Path) -> Artifact:
             f"{match[2][:16]}..; compile the artifact again or restore the file"
         )
     return format.decode(data, path, match[1])
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except (OSError, ValueError):  # a name longer than the file system allows, or a null character
+        return False
 
 
 def check_ref(ref: str) -> None:

@@ -91,10 +91,7 @@ class DenseStrategy:
 
     def noising(self) -> Array:
         """C^-1, n x n: turns white noise into gradient-space noise."""
-        inverse, info = scipy.linalg.lapack.dtrtri(self.to_dense(), lower=1, overwrite_c=1)
-        if info != 0 or not np.isfinite(inverse).all():
-            raise SolverError("the strategy C is singular to working precision and cannot be streamed")
-        return np.tril(inverse)
+        return _inverse(self.to_dense())
 
     def decoder(self, workload: Workload) -> Array:
         """B = A C^-1, n x n lower-triangular."""
@@ -102,27 +99,36 @@ class DenseStrategy:
             raise WorkloadError(f"the strategy has {self.n} steps but the workload {workload.n}; they belong together")
         return workload.apply(self.noising())
 
-    def streaming(self, workload: Workload, participation: Participation, space: str) -> StreamingRows:
+    def streaming(self, participation: Participation, decode: Array | None = None) -> StreamingRows:
         """What a runtime streams: row t of noise is ``rows[t] @ Z``, Z white.
 
         Parameters
         ----------
-        space : {"gradient", "iterate"}
-            Rows of C^-1 or of B.
+        decode : ndarray, shape (n, n), optional
+            A: stream the rows of A C^-1 instead of C^-1. Only for a workload that is a matrix; the noise of
+            the others' iterates is their optimizer run over the rows of C^-1, which is post-processing.
 
-        The rows are computed in float64, so the strategy that they really stream differs from C by
-        the rounding of a triangular inverse, n eps norm(C) norm(C^-1) relative in the worst case
-        (Higham, Accuracy and Stability, section 14.2); the sensitivity returned is raised by it.
+        The rows are computed in float64, so the strategy that they really stream is not C but
+        (I + E)^-1 C, with E bounded entrywise by n eps |C| |C^-1| for the inverse (Higham, Accuracy and
+        Stability, section 14.2) and by n eps |B^-1| |A| |C^-1| for the product A C^-1. The sensitivity
+        returned is raised by the norm of twice that bound.
+
+        Raises
+        ------
+        SolverError
+            The bound is above 1 %: the workload or strategy is too ill-conditioned to stream.
         """
-        noising = self.noising()
-        size = float(np.linalg.norm(self.packed.astype(np.float64))) * float(np.linalg.norm(noising))
-        slack = 2 * self.n * _EPS * size
-        if slack > 1e-2:
+        noising = rows = self.noising()
+        bounds = [[self.to_dense(), noising]]
+        if decode is not None:
+            rows = decode @ noising
+            bounds.append([_inverse(rows), decode, noising])
+        slack = 4 * _EPS + 2 * self.n * _EPS * sum(_norm_of_absolute_product(factors) for factors in bounds)
+        if not slack <= 1e-2:
             raise SolverError(
-                f"the strategy is too ill-conditioned to stream (its noise would be uncertain by {slack:.1e}); "
-                "compile a workload with rates that vary less"
+                f"the strategy is too ill-conditioned to stream in this space (its noise would be uncertain by "
+                f"{slack:.1e}, 0.01 is allowed); compile a workload with rates that vary less"
             )
-        rows = noising if space == "gradient" else workload.apply(noising)
         return StreamingRows(rows, self.sensitivity(participation) * (1 + slack))
 
     def loss(self, workload: Workload, participation: Participation) -> float:
@@ -144,6 +150,23 @@ def order(packed: npt.NDArray[Any]) -> int:
     if packed.ndim != 1 or packed.size == 0 or n * (n + 1) // 2 != packed.size:
         raise SolverError(f"{packed.shape} coefficients are not a packed triangle, whose length is n (n+1) / 2")
     return n
+
+
+def _inverse(triangle: Array) -> Array:
+    inverse, info = scipy.linalg.lapack.dtrtri(triangle, lower=1)
+    if info != 0 or not np.isfinite(inverse).all():
+        raise SolverError("the strategy is singular to working precision and cannot be streamed")
+    return np.tril(inverse)
+
+
+def _norm_of_absolute_product(factors: list[Array]) -> float:
+    """An upper bound of norm2(|F_1| |F_2| ...): the root of its largest row sum times its largest column sum."""
+    rows = columns = np.ones(len(factors[0]))
+    for factor in reversed(factors):
+        rows = np.abs(factor) @ rows
+    for factor in factors:
+        columns = columns @ np.abs(factor)
+    return math.sqrt(float(rows.max()) * float(columns.max()))
 
 
 def _diagonal(n: int) -> npt.NDArray[np.int64]:

@@ -1,0 +1,174 @@
+"""Artifacts, streams and exact references that the tests of the noise room share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import mpmath
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from mmfact.factorize import compiler, schedule, workload
+from mmfact.noise import NoiseKey, NoiseStream
+from mmfact.noise import source as noise_source
+from mmfact.store.artifact import Artifact
+from mmfact.store.format import from_factorization
+
+Array = npt.NDArray[Any]
+
+CASES = ("prefix-sum", "momentum", "custom")
+
+
+@dataclass(frozen=True)
+class Case:
+    """An artifact, and its workload matrix as simulating the optimizer in the test gives it."""
+
+    artifact: Artifact
+    A: Array
+
+
+def simulate(rates: Array, beta: float) -> Array:
+    """A of SGD with momentum, column by column: run the optimizer on unit gradients."""
+    n = len(rates)
+    A = np.zeros((n, n))
+    for j in range(n):
+        buffer = position = 0.0
+        for i in range(n):
+            buffer = beta * buffer + (i == j)
+            position += rates[i] * buffer
+            A[i, j] = position
+    return A
+
+
+@pytest.fixture(scope="session")
+def artifact_of() -> Callable[..., Artifact]:
+    """artifact_of(workload, dtype="float64"): compiled in memory."""
+
+    def build(work: workload.Workload, dtype: str = "float64") -> Artifact:
+        return from_factorization(compiler.compile(work, compiler.Options(dtype=dtype, tolerance=0.5)))
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def case(artifact_of: Callable[..., Artifact]) -> Callable[..., Case]:
+    """case(name, n=16, dtype="float64") for a name in CASES; compiled once a session."""
+    made: dict[tuple[str, int, str], Case] = {}
+
+    def build(name: str, n: int = 16, dtype: str = "float64") -> Case:
+        if (name, n, dtype) not in made:
+            if name == "prefix-sum":
+                work, A = workload.prefix_sum(n), simulate(np.ones(n), 0.0)
+            elif name == "momentum":
+                rates = schedule.named("cooldown", n)
+                work, A = workload.momentum(n, beta=0.9, learning_rates=rates), simulate(rates.rates, 0.9)
+            else:
+                random = np.random.default_rng(7)
+                A = np.tril(random.standard_normal((n, n)), -1) + np.diag(random.uniform(0.5, 2.0, n))
+                work = workload.custom(A)
+            made[name, n, dtype] = Case(artifact_of(work, dtype), A)
+        return made[name, n, dtype]
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def key() -> NoiseKey:
+    return NoiseKey.insecure_from_seed(2024)
+
+
+@pytest.fixture(scope="session")
+def stream(case: Callable[..., Case], key: NoiseKey) -> Callable[..., NoiseStream]:
+    """stream(artifact=<momentum, n = 16>, size=8, **options): a stream with sigma 1.3, clip norm 0.7."""
+
+    def make(artifact: Artifact | None = None, size: Any = 8, **options: Any) -> NoiseStream:
+        options = {"noise_multiplier": 1.3, "clip_norm": 0.7, "key": key, **options}
+        return NoiseStream(artifact or case("momentum").artifact, size, **options)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def rows_of() -> Callable[..., Array]:
+    """rows_of(stream, count=all that are left): rows as they come, shape (count, size)."""
+
+    def collect(stream: NoiseStream, count: int | None = None) -> Array:
+        count = stream.horizon - stream.step if count is None else count
+        return np.array([stream.next() for _ in range(count)])
+
+    return collect
+
+
+@pytest.fixture(scope="session")
+def streamed_matrix() -> Callable[[NoiseStream], Array]:
+    """streamed_matrix(float64 stream of size n): M with rows = M Z, by putting Z = identity in place of the source."""
+
+    def measure(stream: NoiseStream) -> Array:
+        identity = np.eye(stream.horizon)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(noise_source.NoiseSource, "row", lambda self, step, offset, size: identity[step])
+            return np.array([stream.next() for _ in range(stream.horizon)])
+
+    return measure
+
+
+@pytest.fixture(scope="session")
+def largest_column() -> Callable[..., mpmath.mpf]:
+    """largest_column(M, A=identity): max_j norm2((M^-1 A)[:, j]) in 60 digits; M, A lower-triangular."""
+
+    def solve(M: Array, A: Any = None) -> mpmath.mpf:
+        n = len(M)
+        with mpmath.workdps(60):
+            exact = [[mpmath.mpf(float(M[i, j])) for j in range(i + 1)] for i in range(n)]
+            largest = mpmath.mpf(0)
+            for j in range(n):
+                column = [mpmath.mpf(0)] * n
+                for i in range(j, n):
+                    right = mpmath.mpf(A[i][j]) if A is not None else mpmath.mpf(i == j)
+                    column[i] = (right - mpmath.fsum(exact[i][k] * column[k] for k in range(j, i))) / exact[i][i]
+                largest = max(largest, mpmath.sqrt(mpmath.fsum(c * c for c in column)))
+            return largest
+
+    return solve
+
+
+@pytest.fixture(scope="session")
+def covariance_bound() -> Callable[[Array, int, float], Array]:
+    """covariance_bound(Sigma, N, alarm): how far S = R R' / N may lie from Sigma, entry by entry.
+
+    R holds N independent centred Gaussian columns of covariance Sigma. With correlation rho, a product of two
+    unit-variance entries is (1+rho)/2 U^2 - (1-rho)/2 V^2, U and V independent standard normals, so S_ij has variance
+    (S_ii S_jj + S_ij^2) / N and, by Laurent and Massart 2000 (Lemma 1), for every x > 0
+
+        P(|S_ij - Sigma_ij| > sqrt(S_ii S_jj) (sqrt(2 (1+rho^2) x / N) + (1+|rho|) x / N)) <= 2 exp(-x).
+
+    Its first term is the Gaussian tail; nothing is asymptotic. x = log(2 entries / alarm): a union bound over the
+    n (n+1) / 2 entries, so that a right implementation fails with probability at most `alarm`.
+    """
+
+    def bound(Sigma: Array, N: int, alarm: float) -> Array:
+        n = len(Sigma)
+        x = math.log(2 * (n * (n + 1) // 2) / alarm)
+        scale = np.sqrt(np.outer(np.diag(Sigma), np.diag(Sigma)))
+        rho = Sigma / scale
+        return scale * (np.sqrt(2 * (1 + rho**2) * x / N) + (1 + np.abs(rho)) * x / N)
+
+    return bound
+
+
+@pytest.fixture
+def words(monkeypatch: pytest.MonkeyPatch) -> list[Array]:
+    """Every block of raw 64-bit words that the source turns into normals from here on."""
+    seen: list[Array] = []
+    real = noise_source.normals
+
+    def record(block: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
+        seen.append(block.copy())
+        return real(block)
+
+    monkeypatch.setattr(noise_source, "normals", record)
+    return seen
