@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from collections.abc import Callable
@@ -91,14 +92,14 @@ def compile_command(**choices: Any) -> None:
     Exit code 1 when the tolerance was not reached (the artifact is stored all the same).
     """
     from mmfact.cli import render
-    from mmfact.factorize.compiler import Options, compile
+    from mmfact.factorize.compiler import Options, compile, default_ref
     from mmfact.factorize.workload import check_dense
     from mmfact.store.store import ArtifactStore
 
     workload = _workload(choices)
     options = Options(choices["strategy"], choices["dtype"], choices["tolerance"], choices["method"])
     check_dense(workload.n, f"the {options.strategy} strategy")
-    ref = choices["name"] or workload.label() + options.label()
+    ref = default_ref(workload, options) if choices["name"] is None else choices["name"]
     store = ArtifactStore(choices["store"])
     artifact = _already_there(store, ref, workload, options)
     fresh = artifact is None
@@ -113,9 +114,10 @@ def compile_command(**choices: Any) -> None:
     else:
         render.artifact(ref, artifact, note=None if fresh else "already there, nothing was computed")
     if not reached:
+        advice = "use --method auto" if options.method == "fixed-point" else "raise --tolerance, or use --dtype float64"
         raise AnswerIsNo(
             f"the excess {artifact.certificate.excess:.3g} is above the tolerance {options.tolerance:g}: the artifact "
-            "is private and usable, but not as accurate as asked; use --method auto"
+            f"is private and usable, but not as accurate as asked; {advice}"
         )
 
 
@@ -199,9 +201,8 @@ def main(arguments: list[str] | None = None) -> NoReturn:
 
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
-        outcome = commands.main(args=arguments, prog_name="mmfact", standalone_mode=False)
+        commands.main(args=arguments, prog_name="mmfact", standalone_mode=False)
         sys.stdout.flush()
-        sys.exit(outcome if isinstance(outcome, int) else 0)
     except click.ClickException as error:
         error.show()
         if "--json" in arguments:
@@ -217,16 +218,18 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         _fail("interrupted; no partial file was left", INTERRUPTED)
     except MemoryError:
         _fail("this machine does not have the memory for it; choose a smaller n", MACHINE_FAILED, arguments)
-    except BrokenPipeError:
-        sys.stderr.close()
+    except SystemExit:
+        # click leaves this way only when the reader of a pipe has gone, which is no failure of ours
         sys.exit(0)
     except OSError as error:
         _fail(f"the machine failed: {error}", MACHINE_FAILED, arguments)
+    sys.exit(0)
 
 
 def _fail(message: str, code: int, arguments: list[str] | None = None) -> NoReturn:
     if arguments and "--json" in arguments:
-        _print_json({"error": message, "exit_code": code})
+        with contextlib.suppress(OSError):  # stdout itself may be what failed
+            _print_json({"error": message, "exit_code": code})
     click.echo(f"mmfact: {message}", err=True)
     sys.exit(code)
 
@@ -271,7 +274,7 @@ def _workload(choices: dict[str, Any]) -> Workload:
         return workload.prefix_sum(n)
     if choices["weight_decay_kind"] is not None and not choices["weight_decay"]:
         raise WorkloadError("--weight-decay-kind has no effect without --weight-decay; give both or neither")
-    rates = schedule.parse(choices["lr_schedule"] or "constant", n)
+    rates = schedule.parse("constant" if choices["lr_schedule"] is None else choices["lr_schedule"], n)
     options = {
         "learning_rates": rates,
         "weight_decay": choices["weight_decay"],

@@ -152,8 +152,13 @@ def verification_as_dict(ref: str, artifact: Artifact, result: Verification) -> 
         "passed": result.passed,
         "excess": artifact.certificate.excess,
         "how": result.how,
-        "checks": [asdict(check) for check in result.checks],
+        "checks": [{name: _finite(value) for name, value in asdict(check).items()} for check in result.checks],
     }
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no infinity: null stands for what could not be recomputed."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def describe(artifact: Artifact) -> str:
@@ -173,13 +178,14 @@ def describe(artifact: Artifact) -> str:
 
 
 def percent(value: float) -> str:
-    """A relative quantity as a percentage with two digits, never rounded down to nothing."""
-    if value == 0:
+    """A relative quantity as a percentage with two or three digits, rounded up: a certificate never flatters."""
+    if value <= 0:
         return "0 %"
-    if value < 1e-4:
-        exponent = math.floor(math.log10(value * 100))
-        return f"{math.ceil(value * 100 / 10**exponent * 10) / 10:g}e{exponent} %"
-    return f"{value * 100:.3g} %"
+    hundred = value * 100
+    exponent = math.floor(math.log10(hundred))
+    unit = 10.0 ** (exponent - (1 if hundred < 1e-2 else 2))
+    rounded = math.ceil(hundred / unit) * unit
+    return f"{rounded:.2g} %" if hundred < 1e-2 else f"{rounded:.4g} %"
 
 
 def size(count: int) -> str:

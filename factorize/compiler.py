@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,8 @@ from mmfact.factorize.workload import Workload, check_dense
 
 STRATEGIES = ("dense",)
 DEFAULT_TOLERANCE = 1e-4
+
+_LONGEST_REF = 150  # file systems allow names of 255 bytes
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,7 @@ class Options:
             raise WorkloadError(f"dtype {self.dtype!r} is not allowed; use one of {', '.join(DTYPES)}")
         if self.method not in METHODS:
             raise WorkloadError(f"method {self.method!r} is not known; use one of {', '.join(METHODS)}")
+        object.__setattr__(self, "tolerance", float(self.tolerance))
         if not 0 < self.tolerance < 1:
             raise WorkloadError(f"tolerance {self.tolerance!r} must be in (0, 1): it is the largest acceptable excess")
 
@@ -70,6 +74,17 @@ class Options:
     def spec(self) -> dict[str, Any]:
         """The options as plain values; JSON-ready."""
         return {"strategy": self.strategy, "dtype": self.dtype, "tolerance": self.tolerance, "method": self.method}
+
+
+def default_ref(workload: Workload, options: Options) -> str:
+    """The name of an artifact whose user gave none: it spells every parameter that is not the default.
+
+    A very long name keeps its beginning and ends in a digest of the whole.
+    """
+    name = workload.label() + options.label()
+    if len(name) <= _LONGEST_REF:
+        return name
+    return f"{name[: _LONGEST_REF - 17]}-{hashlib.sha256(name.encode()).hexdigest()[:16]}"
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import zipfile
+import warnings
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from mmfact.factorize.errors import CapacityError, WorkloadError
+from mmfact.factorize.errors import CapacityError, MmfactError, WorkloadError
 from mmfact.factorize.workload import LARGEST_DENSE
 
 # The text form of a number can be long; a .csv of the largest matrix fits below this.
@@ -31,27 +32,28 @@ def read_matrix(path: Path) -> npt.NDArray[np.generic]:
             raise CapacityError(
                 f"the matrix file {path} has {size / 2**30:.1f} GiB; a custom matrix has at most {LARGEST_DENSE} steps"
             )
-        if path.suffix == ".npy":
+        if path.suffix in (".npy", ".npz"):
             return _array(np.load(path, allow_pickle=False), path)
-        if path.suffix == ".npz":
-            with np.load(path, allow_pickle=False) as archive:
-                if len(archive.files) != 1:
-                    names = ", ".join(archive.files[:5])
-                    raise WorkloadError(f"{path} holds {len(archive.files)} arrays ({names}); save only the matrix")
-                return _array(archive[archive.files[0]], path)
         if path.suffix == ".csv":
-            return np.loadtxt(path, delimiter=",", ndmin=2, dtype=np.float64)
+            with warnings.catch_warnings(action="ignore"):  # an empty file: its shape is refused later
+                return np.loadtxt(path, delimiter=",", ndmin=2, dtype=np.float64)
+    except MmfactError:
+        raise
     except OSError as error:
         raise WorkloadError(f"the matrix file {path} cannot be read: {error.strerror or error}") from error
-    except (ValueError, EOFError, zipfile.BadZipFile) as error:
+    except Exception as error:  # NumPy's readers raise nearly anything on damaged files
         raise WorkloadError(
-            f"the matrix file {path} does not hold an array of numbers ({error}); save it with numpy.save, "
-            "or as comma-separated numbers"
+            f"the matrix file {path} does not hold an array of numbers ({error or type(error).__name__}); save it with "
+            "numpy.save, or as comma-separated numbers"
         ) from error
     raise WorkloadError(f"the matrix file {path} must end in .npy, .npz or .csv")
 
 
-def _array(loaded: object, path: Path) -> npt.NDArray[np.generic]:
-    if not isinstance(loaded, np.ndarray):
-        raise WorkloadError(f"{path} holds {type(loaded).__name__}, not one array; save it with numpy.save")
-    return loaded
+def _array(loaded: Any, path: Path) -> npt.NDArray[np.generic]:
+    if isinstance(loaded, np.ndarray):
+        return loaded
+    with loaded as archive:
+        if len(archive.files) != 1:
+            names = ", ".join(archive.files[:5])
+            raise WorkloadError(f"{path} holds {len(archive.files)} arrays ({names}); save only the matrix")
+        return np.asarray(archive[archive.files[0]])

@@ -16,7 +16,7 @@ from mmfact.factorize.errors import WorkloadError
 Rates = npt.NDArray[np.float64]
 
 # Rates are squared and inverted on the way to a factorization; within these limits nothing overflows.
-SMALLEST_RATE, LARGEST_RATE = 1e-60, 1e60
+SMALLEST_RATE, LARGEST_RATE = 1e-30, 1e30
 
 
 @dataclass(frozen=True)

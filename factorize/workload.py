@@ -127,6 +127,10 @@ class Workload:
             raise WorkloadError("a matrix belongs to workload custom, and custom needs one")
         if self.matrix is not None:
             object.__setattr__(self, "matrix", _check_matrix(self.matrix))
+            if len(self.matrix) != self.n:
+                raise WorkloadError(
+                    f"n = {self.n} contradicts the matrix, which is {len(self.matrix)} x {len(self.matrix)}"
+                )
 
     @property
     def structured(self) -> bool:
@@ -227,7 +231,7 @@ class Workload:
         L = _product(L, _bidiagonal(n, 1.0, keep))
         if self.beta:
             L = _product(_bidiagonal(n, 1.0, (self.beta, 0.0)), L)
-        if lam and self.weight_decay_kind == "coupled":
+        if lam and self.weight_decay_kind == "coupled" and n > 1:
             L[:, 1, 1:] = dd.add(L[0, 1, 1:], L[1, 1, 1:], lam, 0.0)
         if self.ema:
             scale = dd.divide(1.0, 0.0, *dd.two_sum(1.0, -self.ema))
@@ -321,7 +325,10 @@ def _rates(given: schedule.Schedule | npt.ArrayLike | None, n: int) -> schedule.
 
 
 def _check_matrix(matrix: npt.ArrayLike) -> Array:
-    A = np.asarray(matrix)
+    try:
+        A = np.asarray(matrix)
+    except ValueError as error:
+        raise WorkloadError(f"the matrix is not an array of numbers ({error})") from error
     if A.dtype.kind not in "fiu":
         raise WorkloadError(
             f"the matrix holds {A.dtype}, but a workload is made of real numbers; convert it to float64"
@@ -345,6 +352,12 @@ def _check_matrix(matrix: npt.ArrayLike) -> Array:
         raise WorkloadError(
             f"the matrix has a zero on its diagonal at step {int(np.argmin(diagonal))}: it is singular, and the step's "
             "gradient would not be used at once. Give a matrix of full rank"
+        )
+    largest = float(np.abs(A).max())
+    if not schedule.SMALLEST_RATE <= largest <= schedule.LARGEST_RATE:
+        raise WorkloadError(
+            f"the matrix's largest entry is {largest:.3g}; scale it to lie between {schedule.SMALLEST_RATE:g} and "
+            f"{schedule.LARGEST_RATE:g} (a constant factor changes no strategy, only the unit of the loss)"
         )
     rcond, _ = lapack.dtrcon(A, norm="1", uplo="L")
     if rcond < np.finfo(float).eps:

@@ -52,6 +52,9 @@ class DenseStrategy:
             raise SolverError("a strategy's coefficients must be finite")
         if not (self.packed[_diagonal(n)] > 0).all():
             raise SolverError("a strategy's diagonal must be positive, or it could not be streamed")
+        largest = float(np.abs(self.packed).max())
+        if not 1e-100 <= largest <= 1e100:  # squares must neither vanish nor overflow
+            raise SolverError(f"a strategy's largest coefficient is {largest:.3g}; normalise it to about 1")
         self.packed.flags.writeable = False
 
     @classmethod
