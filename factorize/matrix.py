@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import warnings
+import zipfile
 from pathlib import Path
-from typing import Any
+from typing import IO
 
 import numpy as np
 import numpy.typing as npt
@@ -32,8 +34,17 @@ def read_matrix(path: Path) -> npt.NDArray[np.generic]:
             raise CapacityError(
                 f"the matrix file {path} has {size / 2**30:.1f} GiB; a custom matrix has at most {LARGEST_DENSE} steps"
             )
-        if path.suffix in (".npy", ".npz"):
-            return _array(np.load(path, allow_pickle=False), path)
+        if path.suffix == ".npy":
+            with path.open("rb") as file:
+                return _read_npy(file, size)
+        if path.suffix == ".npz":
+            with zipfile.ZipFile(path) as archive:
+                members = archive.infolist()
+                if len(members) != 1:
+                    names = ", ".join(member.filename.removesuffix(".npy") for member in members[:5])
+                    raise WorkloadError(f"{path} holds {len(members)} arrays ({names}); save only the matrix")
+                with archive.open(members[0]) as file:
+                    return _read_npy(file, members[0].file_size)
         if path.suffix == ".csv":
             with warnings.catch_warnings(action="ignore"):  # an empty file: its shape is refused later
                 return np.loadtxt(path, delimiter=",", ndmin=2, dtype=np.float64)
@@ -49,11 +60,18 @@ def read_matrix(path: Path) -> npt.NDArray[np.generic]:
     raise WorkloadError(f"the matrix file {path} must end in .npy, .npz or .csv")
 
 
-def _array(loaded: Any, path: Path) -> npt.NDArray[np.generic]:
-    if isinstance(loaded, np.ndarray):
-        return loaded
-    with loaded as archive:
-        if len(archive.files) != 1:
-            names = ", ".join(archive.files[:5])
-            raise WorkloadError(f"{path} holds {len(archive.files)} arrays ({names}); save only the matrix")
-        return np.asarray(archive[archive.files[0]])
+def _read_npy(file: IO[bytes], size: int) -> npt.NDArray[np.generic]:
+    """One array in NumPy's format; a header that claims more than `size` bytes is refused before allocating."""
+    header = np.lib.format.read_magic(file)
+    read_header = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+    shape, _, dtype = read_header[header](file)
+    if dtype.hasobject:
+        raise ValueError("it holds Python objects, which need pickle")
+    if math.prod(shape) > LARGEST_DENSE**2:
+        raise CapacityError(
+            f"a matrix of shape {shape} is too large; a custom workload has at most {LARGEST_DENSE} steps"
+        )
+    if math.prod(shape) * dtype.itemsize > size:
+        raise ValueError(f"its header claims shape {shape}, more than it holds")
+    file.seek(0)
+    return np.lib.format.read_array(file, allow_pickle=False)

@@ -135,14 +135,15 @@ def solve(
     dense = method == "dense" or not workload.structured
     if dense:
         check_dense(workload.n, "the dense solver")
+    unit, workload = workload.in_own_unit()
     dual: Dual = DenseDual(workload) if dense else StructuredDual(workload)
     run = _fixed_point if method == "fixed-point" else _newton
-    found = _certified(dual, run(dual, dual.start(), tolerance, on_progress), run is _fixed_point)
+    found = _certified(dual, run(dual, dual.start(), tolerance, on_progress), unit, run is _fixed_point)
     budget = found.quadrature_error + found.rounding
     if method == "auto" and not dense and budget > ERROR_BUDGET and workload.n <= LARGEST_DENSE:
         dual = DenseDual(workload)
         again = _newton(dual, found.multipliers, tolerance, on_progress)
-        return replace(_certified(dual, again, False), fell_back=True)
+        return replace(_certified(dual, again, unit, False), fell_back=True)
     return found
 
 
@@ -154,15 +155,15 @@ class _Run:
     history: tuple[float, ...]
 
 
-def _certified(dual: Dual, run: _Run, fixed_point: bool) -> Optimum:
+def _certified(dual: Dual, run: _Run, unit: float, fixed_point: bool) -> Optimum:
     v = run.at.v
     certified = dual.certify(v)
     low = certified.trace * max(0.0, 1 - certified.error)
     lower_bound = low * (low / math.fsum(v)) * (1 - 4 * EPS)
     return Optimum(
         multipliers=v,
-        lower_bound=lower_bound,
-        trace=certified.trace,
+        lower_bound=lower_bound * unit * unit,
+        trace=certified.trace * unit,
         quadrature_error=certified.quadrature_error,
         rounding=certified.rounding,
         residual=run.at.residual,

@@ -8,8 +8,8 @@ relation: one example's contribution replaced by zero.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
-from scipy.optimize import brentq
 from scipy.special import log_ndtr, ndtr
 
 from mmfact.factorize.errors import PrivacyError
@@ -24,7 +24,8 @@ def gaussian_delta(noise_multiplier: float, epsilon: float) -> float:
     if not (math.isfinite(epsilon) and epsilon >= 0):
         raise PrivacyError(f"epsilon = {epsilon!r} must be finite and at least 0")
     mu = 1 / noise_multiplier
-    return float(ndtr(mu / 2 - epsilon / mu) - math.exp(epsilon + log_ndtr(-mu / 2 - epsilon / mu)))
+    delta = float(ndtr(mu / 2 - epsilon / mu) - math.exp(epsilon + log_ndtr(-mu / 2 - epsilon / mu)))
+    return max(delta, 0.0)  # the difference of two equal numbers may round below
 
 
 def gaussian_epsilon(noise_multiplier: float, delta: float) -> float:
@@ -35,7 +36,7 @@ def gaussian_epsilon(noise_multiplier: float, delta: float) -> float:
     high = 1.0
     while gaussian_delta(noise_multiplier, high) > delta:
         high *= 2
-    return float(brentq(lambda e: gaussian_delta(noise_multiplier, e) - delta, 0.0, high, xtol=1e-12, rtol=1e-12))
+    return _root(lambda e: gaussian_delta(noise_multiplier, e) - delta, 0.0, high)
 
 
 def gaussian_noise_multiplier(epsilon: float, delta: float) -> float:
@@ -48,8 +49,13 @@ def gaussian_noise_multiplier(epsilon: float, delta: float) -> float:
         high *= 2
     while gaussian_delta(low, epsilon) < delta:
         low /= 2
-    root = brentq(lambda s: gaussian_delta(s, epsilon) - delta, low, high, xtol=1e-14, rtol=1e-13)
-    return float(root * (1 + 1e-12))
+    return _root(lambda s: gaussian_delta(s, epsilon) - delta, low, high) * (1 + 1e-12)
+
+
+def _root(function: Callable[[float], float], low: float, high: float) -> float:
+    from scipy.optimize import brentq  # only here: the runtime imports this module and does without scipy.optimize
+
+    return float(brentq(function, low, high, xtol=1e-14, rtol=1e-13))
 
 
 def _check(noise_multiplier: float = 1.0, delta: float = 0.5) -> None:

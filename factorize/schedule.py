@@ -16,7 +16,8 @@ from mmfact.factorize.errors import WorkloadError
 Rates = npt.NDArray[np.float64]
 
 # Rates are squared and inverted on the way to a factorization; within these limits nothing overflows.
-SMALLEST_RATE, LARGEST_RATE = 1e-30, 1e30
+SMALLEST_RATE, LARGEST_RATE = 1e-60, 1e60
+_SPREAD = 1e-50
 
 
 @dataclass(frozen=True)
@@ -53,8 +54,13 @@ def check_rates(rates: npt.ArrayLike, n: int) -> Rates:
     if bad.any():
         step = int(np.argmax(bad))
         raise WorkloadError(
-            f"learning rate {eta[step]!r} at step {step} is not allowed: rates must be positive and finite "
+            f"learning rate {float(eta[step])!r} at step {step} is not allowed: rates must be positive and finite "
             f"(between {SMALLEST_RATE:g} and {LARGEST_RATE:g}); to freeze training, compile a shorter horizon"
+        )
+    if eta.min() < _SPREAD * eta.max():
+        raise WorkloadError(
+            f"learning rates run from {float(eta.min()):g} at step {int(np.argmin(eta))} to {float(eta.max()):g}, a "
+            f"factor of more than {1 / _SPREAD:g}, which double precision cannot tell apart; raise the smallest"
         )
     eta.flags.writeable = False
     return eta
@@ -175,7 +181,8 @@ def named(text: str, n: int) -> Schedule:
 
 def _shortest(item: str) -> str:
     key, _, value = item.partition("=")
-    return f"{key}={float(value)!r}" if float(value) != int(float(value)) else f"{key}={int(float(value))}"
+    number = float(value)
+    return f"{key}={int(number)}" if number == int(number) and abs(number) < 1e15 else f"{key}={number!r}"
 
 
 def _keys(values: dict[str, float]) -> str:

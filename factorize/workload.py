@@ -20,7 +20,7 @@ from __future__ import annotations
 import hashlib
 import math
 import numbers
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -169,6 +169,17 @@ class Workload:
         if self.spec() != other.spec() or not np.array_equal(self.learning_rates, other.learning_rates):
             return False
         return self.matrix is None or (other.matrix is not None and np.array_equal(self.matrix, other.matrix))
+
+    def in_own_unit(self) -> tuple[float, Workload]:
+        """(unit, workload of A / unit), the unit a power of two near A's largest step: exact, and the same strategy.
+
+        Solvers square and invert; in their own unit the rates' magnitude cannot make them overflow.
+        """
+        largest = float(np.abs(self.learning_rates if self.matrix is None else self.matrix).max())
+        unit = 2.0 ** round(math.log2(largest))
+        if self.matrix is not None:
+            return unit, replace(self, matrix=self.matrix / unit)
+        return unit, replace(self, learning_rates=self.learning_rates / unit, weight_decay=self.weight_decay * unit)
 
     def state_space(self) -> tuple[Array, Array]:
         """(Phi, b) of shapes (n, m, m) and (n, m): h_i = Phi_i h_(i-1) + b_i g_i; the iterate is h_i[-1].
