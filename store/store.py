@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import hashlib
 import json
@@ -108,9 +109,17 @@ class ArtifactStore:
             named = publish(self._ref_path(ref), (json.dumps(entry, sort_keys=True) + "\n").encode())
             return replace(artifact, path=path) if named else self._same(ref, artifact)
         except BaseException:
-            if created:
+            if created and path.name not in self._named():  # another process may have named it meanwhile
                 path.unlink(missing_ok=True)
             raise
+
+    def _named(self) -> set[str]:
+        """The files that refs name."""
+        named = set()
+        for ref in self.refs():
+            with contextlib.suppress(ArtifactCorrupt):
+                named.add(self._entry(ref)["artifact"])
+        return named
 
     def _same(self, ref: str, artifact: Artifact) -> Artifact:
         """What `ref` names, if that answers the same request as `artifact`.
@@ -120,8 +129,8 @@ class ArtifactStore:
         existing = self.load(ref)
         if existing.digest != artifact.digest and not (
             existing.workload.same_as(artifact.workload)
-            and existing.provenance["origin"] == artifact.provenance["origin"] == "compiled"
-            and existing.provenance["options"] == artifact.provenance["options"]
+            and existing.provenance.get("origin") == artifact.provenance["origin"] == "compiled"
+            and existing.provenance.get("options") == artifact.provenance["options"]
         ):
             raise RefError(
                 f"ref {ref!r} already names another artifact ({existing.digest[:16]}..); refs are never moved, "
