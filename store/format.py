@@ -191,7 +191,8 @@ def _dataset(file: h5py.File, name: str, size: int | None, path: Path) -> npt.ND
         raise _corrupt(path, f"{name!r} is not a plain dataset")
     plist = dataset.id.get_create_plist()
     filters = {plist.get_filter(i)[0] for i in range(plist.get_nfilters())}
-    if filters - _FILTERS or plist.get_layout() != h5py.h5d.CHUNKED:
+    repeated = len(filters) != plist.get_nfilters()
+    if repeated or filters - _FILTERS or plist.get_layout() != h5py.h5d.CHUNKED:
         raise _corrupt(path, f"{name!r} uses filters or a layout that artifacts do not use")
     allowed = ("|u1",) if size is None else ("<f8", "<f4")
     fits = dataset.ndim == 1 and (1 <= dataset.size <= _LARGEST_SPEC if size is None else dataset.size == size)

@@ -405,9 +405,18 @@ def test_progress_and_history():
         assert found.history[-1] == found.gap
 
 
-def test_results_describe_their_multipliers():
-    """trace, residual, gap belong to the very multipliers that are returned."""
-    w = momentum(32)
+@pytest.mark.parametrize(
+    "w",
+    [
+        momentum(32),
+        momentum(32, learning_rates=np.full(32, 3e-4), weight_decay=0.1),
+        sgd(32, learning_rates=np.full(32, 700.0), weight_decay=1e-3, weight_decay_kind="decoupled", ema=0.5),
+        custom(1e-5 * np.tri(32)),
+    ],
+    ids=lambda w: w.label(),
+)
+def test_results_describe_their_multipliers(w):
+    """trace, residual, gap and bound are those of the returned multipliers for A itself, in A's own unit."""
     found = solve(w, tolerance=1e-3)
     at = DenseDual(w).evaluate(found.multipliers)
     assert found.trace == pytest.approx(at.trace, rel=1e-12)

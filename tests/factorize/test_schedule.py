@@ -142,7 +142,7 @@ def spellings(draw):
     return name + (":" + ",".join(f"{key}={draw(_KEYS[key])!r}" for key in chosen) if chosen else "")
 
 
-@given(text=spellings(), n=st.integers(1, 60))
+@given(text=spellings(), n=st.integers(1, 45))
 @settings(deadline=None, max_examples=200)
 def test_canonical_names_round_trip(text, n):
     """The canonical name gives back the very same rates and itself: an artifact's spec can be compiled again."""
@@ -242,6 +242,7 @@ def test_bad_values_name_their_key(text, named):
         ("cooldown:final=0", 8, 7),
         ("decay:final=0", 8, 6),
         ("step:every=1", 100, 61),
+        ("step:every=1", 55, 54),  # 1e-54 is a rate, but not beside 1
         ("constant:peak=1e61", 3, 0),
         ("constant:peak=1e-61", 3, 0),
     ],

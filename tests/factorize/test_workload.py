@@ -508,3 +508,24 @@ def test_workload_module_knows_its_defaults():
     w = momentum(3)
     assert (w.beta, w.weight_decay, w.ema, w.schedule) == (0.9, 0.0, 0.0, "constant")
     assert workload.DEFAULT_BETA == 0.9
+
+
+@kinds
+def test_own_unit(kind):
+    """A / unit for a power of two near its largest step: exactly the same matrix, decay included, at a size near 1."""
+    w = every_kind(7)[kind]
+    options = {"beta": w.beta, "weight_decay": w.weight_decay * 2**40, "weight_decay_kind": w.weight_decay_kind}
+    tiny = Workload(w.kind, 7, w.learning_rates / 2**40, ema=w.ema, **options) if kind != "prefix" else w
+    for original in (w, tiny):
+        unit, scaled = original.in_own_unit()
+        assert math.log2(unit) == round(math.log2(unit))
+        np.testing.assert_array_equal(unit * scaled.dense(), original.dense())
+        assert 0.5 <= scaled.learning_rates.max() <= 2
+
+
+def test_own_unit_of_a_matrix():
+    """The same for custom matrices, by their largest entry."""
+    A = 1e-50 * (np.tri(5) + np.diag([0, 1, 2, 3, 4]))
+    unit, scaled = custom(A).in_own_unit()
+    np.testing.assert_array_equal(unit * scaled.dense(), A)
+    assert 0.5 <= np.abs(scaled.dense()).max() <= 2
