@@ -187,8 +187,8 @@ def trace_double_double(bands_hi: Array, bands_lo: Array, v: Array, s: float) ->
     Returns
     -------
     (trace, condition) : floats
-        `condition` = sum_i T[i, i] (T^-1)[i, i] >= the condition number of T scaled to unit
-        diagonal.
+        2 w + 1 times `condition` = sum_i T[i, i] (T^-1)[i, i] bounds the condition number of T
+        scaled to unit diagonal, whose norm is at most its bandwidth.
     """
     w = bands_hi.shape[0] - 1
     n = bands_hi.shape[1]

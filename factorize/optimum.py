@@ -220,14 +220,15 @@ def _newton(dual: Dual, v: Array, tolerance: float, on_progress: Callable[[Progr
                 break
             length /= 2
         if better is None:
-            if improvement <= tolerance:
+            if improvement <= tolerance and at.residual <= math.sqrt(tolerance):
                 break
             better = evaluate(at.phi)  # never descends, however bad the quadratic model
         at = better
         # The bound is flat in v_i where v_i is small, but the strategy's loss is not: both must have settled.
         if length == 1.0 and improvement <= tolerance and at.residual <= math.sqrt(tolerance):
             return _Run(at, True, products, tuple(history))
-    return _Run(at, improvement <= tolerance, products, tuple(history))
+    settled = improvement <= tolerance and at.residual <= math.sqrt(tolerance)
+    return _Run(at, settled, products, tuple(history))
 
 
 def _conjugate_gradients(dual: Dual, at: Evaluation, gradient: Array) -> tuple[Array, int]:

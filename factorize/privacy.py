@@ -40,7 +40,10 @@ def gaussian_epsilon(noise_multiplier: float, delta: float) -> float:
 
 
 def gaussian_noise_multiplier(epsilon: float, delta: float) -> float:
-    """The smallest noise multiplier that gives (epsilon, delta), rounded up by 1e-12."""
+    """The smallest noise multiplier that gives (epsilon, delta), rounded up by 1e-9 relative.
+
+    The margin covers the cancellation in `gaussian_delta` down to epsilon and delta of about 1e-6 and 1e-12.
+    """
     _check(delta=delta)
     if not (math.isfinite(epsilon) and epsilon > 0):
         raise PrivacyError(f"epsilon = {epsilon!r} must be positive and finite")
@@ -49,7 +52,7 @@ def gaussian_noise_multiplier(epsilon: float, delta: float) -> float:
         high *= 2
     while gaussian_delta(low, epsilon) < delta:
         low /= 2
-    return _root(lambda s: gaussian_delta(s, epsilon) - delta, low, high) * (1 + 1e-12)
+    return _root(lambda s: gaussian_delta(s, epsilon) - delta, low, high) * (1 + 1e-9)
 
 
 def _root(function: Callable[[float], float], low: float, high: float) -> float:

@@ -75,13 +75,13 @@ def _step(n: int, *, factor: float, every: float) -> Rates:
 
 
 def _cooldown(n: int, *, fraction: float, final: float) -> Rates:
-    rates, last = np.ones(n), int(n * fraction)
+    rates, last = np.ones(n), int(n * fraction + 1e-9)
     rates[n - last :] = np.linspace(1.0, final, last)
     return rates
 
 
 def _decay(n: int, *, fraction: float, final: float) -> Rates:
-    rates, last = np.ones(n), int(n * fraction)
+    rates, last = np.ones(n), int(n * fraction + 1e-9)
     rates[n - last :] = final
     return rates
 
@@ -96,7 +96,7 @@ def _polynomial(n: int, *, power: float, final: float) -> Rates:
 
 
 def _warmup(n: int, *, fraction: float, start: float) -> Rates:
-    rates, first = np.ones(n), int(n * fraction)
+    rates, first = np.ones(n), int(n * fraction + 1e-9)
     rates[:first] = np.linspace(start, 1.0, first, endpoint=False)
     return rates
 
@@ -206,7 +206,7 @@ def from_file(path: Path, n: int) -> Schedule:
         The file cannot be read, a line is not one number, or there are not n of them.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise WorkloadError(f"schedule file {path} cannot be read: {error}") from error
     rates = []

@@ -92,6 +92,8 @@ class Workload:
             raise WorkloadError(f"beta = {self.beta!r} must be in [0, 1); 0 means no momentum")
         if not (math.isfinite(self.weight_decay) and self.weight_decay >= 0):
             raise WorkloadError(f"weight decay {self.weight_decay!r} must be finite and at least 0")
+        if self.schedule == "constant":  # by whatever way the rates came in, the name must tell them apart
+            object.__setattr__(self, "schedule", schedule.from_rates(self.learning_rates, self.n).name)
         if self.weight_decay_kind not in DECAY_KINDS:
             raise WorkloadError(
                 f"weight decay kind {self.weight_decay_kind!r} is not known; "
@@ -99,7 +101,9 @@ class Workload:
             )
         if not 0 <= self.ema < 1:
             raise WorkloadError(f"ema = {self.ema!r} must be in [0, 1); 0 means the iterates themselves")
-        if self.weight_decay:
+        if not self.weight_decay:
+            object.__setattr__(self, "weight_decay_kind", "coupled")  # the kind of no decay is no difference
+        else:
             shrink = self.weight_decay * self.learning_rates
             if shrink.max() >= 1:
                 step = int(np.argmax(shrink))

@@ -17,8 +17,8 @@ class Strategy(Protocol):
     """C, n x n lower-triangular: what is released privately is C G + Z.
 
     Every figure comes from the coefficients exactly as they are stored and streamed, after every
-    truncation and cast; sensitivities and losses are rounded up. With C stored, B = A C^-1 by
-    definition, so an approximation can cost accuracy, never privacy.
+    truncation and cast. Sensitivities are rounded up, losses and errors by the bound of their sums.
+    With C stored, B = A C^-1 by definition, so an approximation can cost accuracy, never privacy.
     """
 
     @property
@@ -48,11 +48,11 @@ class Strategy(Protocol):
         ...
 
     def loss(self, workload: Workload, participation: Participation) -> float:
-        """sensitivity^2 normF(B)^2, the total squared error at unit noise, rounded up."""
+        """sensitivity^2 normF(B)^2, the total squared error at unit noise."""
         ...
 
     def max_error(self, workload: Workload, participation: Participation) -> float:
-        """sensitivity max_i norm2(B[i, :]), rounded up."""
+        """sensitivity max_i norm2(B[i, :])."""
         ...
 
     def to_dense(self) -> Array:

@@ -197,6 +197,24 @@ def test_unexpected_structure(forger, name):
         format.decode(data, HERE, logical)
 
 
+@pytest.mark.parametrize("kind", ["soft", "external"])
+def test_links_to_the_very_same_values(forger, tmp_path, kind):
+    """Refused for being links: what they lead to could change after the check, or be somebody's secret."""
+    with h5py.File(tmp_path / "other.h5", "w") as other:
+        other.create_dataset("multipliers", data=np.ones(3), chunks=(3,))
+
+    def link(file):
+        del file["multipliers"]
+        outside = h5py.ExternalLink(str(tmp_path / "other.h5"), "/multipliers")
+        file["multipliers"] = h5py.SoftLink("/learning_rates") if kind == "soft" else outside
+
+    data, logical = forger.build(arrays={"multipliers": np.ones(3)})
+    assert format.decode(data, HERE, logical).multipliers.tolist() == [1, 1, 1]
+    data, logical = forger.build(arrays={"multipliers": np.ones(3)}, file=link)
+    with pytest.raises(ArtifactCorrupt, match="link"):
+        format.decode(data, HERE, logical)
+
+
 def test_user_block(forger, tmp_path):
     data, logical = forger.build()
     with h5py.File(tmp_path / "block.h5", "w", userblock_size=512) as file, h5py.File(io.BytesIO(data)) as source:

@@ -170,7 +170,10 @@ def test_synced_before_it_gets_its_name(store, factorization, monkeypatch):
     assert events == ["file", "name", "directory"] * 2
 
 
-def test_existing_file_is_never_overwritten(tmp_path):
+@pytest.mark.parametrize("links", [True, False], ids=["hard links", "no hard links"])
+def test_existing_file_is_never_overwritten(tmp_path, monkeypatch, links):
+    if not links:
+        monkeypatch.setattr(os, "link", without_links)
     path = tmp_path / "taken"
     assert publish.publish(path, b"first")
     before = path.stat()
