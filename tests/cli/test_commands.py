@@ -304,3 +304,11 @@ def test_a_real_process_prints_one_object_and_no_warnings(process, store):
         ran = process(*SMALL, "--json", "--store", store)
         assert (ran.code, ran.err) == (0, "")
         assert ran.json["already_there"] is there
+
+
+def test_no_progress_in_a_log_that_likes_colour(process, store):
+    """CI services set FORCE_COLOR; stderr is a file all the same, and a spinner in it is noise."""
+    environment = {**os.environ, "FORCE_COLOR": "1"}
+    ran = process("compile", "--workload", "momentum", "--n", 300, "--json", "--store", store, env=environment)
+    assert (ran.code, ran.err) == (0, "")
+    assert ran.json["tolerance_reached"] is True
