@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -107,14 +108,20 @@ def compile_command(**choices: Any) -> None:
         store.prepare()
         with render.solving(f"{workload.kind}, n = {workload.n}") as on_progress:
             factorization = compile(workload, options, on_progress=on_progress)
-        artifact = store.save(factorization, ref)
+        with _finishing():
+            artifact = store.save(factorization, ref)
     reached = artifact.certificate.excess <= options.tolerance
     if choices["as_json"]:
         _print_json({"ref": ref, "already_there": not fresh, "tolerance_reached": reached, **render.as_dict(artifact)})
     else:
         render.artifact(ref, artifact, note=None if fresh else "already there, nothing was computed")
     if not reached:
-        advice = "use --method auto" if options.method == "fixed-point" else "raise --tolerance, or use --dtype float64"
+        if options.method == "fixed-point":
+            advice = "use --method auto"
+        elif options.dtype == "float32":
+            advice = "use --dtype float64, or raise --tolerance"
+        else:
+            advice = "raise --tolerance: this is as close as double precision comes"
         raise AnswerIsNo(
             f"the excess {artifact.certificate.excess:.3g} is above the tolerance {options.tolerance:g}: the artifact "
             f"is private and usable, but not as accurate as asked; {advice}"
@@ -202,7 +209,8 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
         commands.main(args=arguments, prog_name="mmfact", standalone_mode=False)
-        sys.stdout.flush()
+        if sys.stdout is not None:  # it is None when the shell has closed it
+            sys.stdout.flush()
     except click.ClickException as error:
         error.show()
         if "--json" in arguments:
@@ -224,6 +232,19 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     except OSError as error:
         _fail(f"the machine failed: {error}", MACHINE_FAILED, arguments)
     sys.exit(0)
+
+
+@contextlib.contextmanager
+def _finishing() -> Iterator[None]:
+    """Let a save run to its end before Ctrl-C takes effect: inside the HDF5 library it would get lost."""
+    asked: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: asked.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if asked:
+        raise KeyboardInterrupt
 
 
 def _fail(message: str, code: int, arguments: list[str] | None = None) -> NoReturn:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import math
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
+import click
+from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -22,11 +25,10 @@ if TYPE_CHECKING:
 @contextlib.contextmanager
 def solving(what: str) -> Iterator[Callable[[Progress], None]]:
     """Progress of a solve on stderr, only when that is a terminal."""
-    console = Console(stderr=True)
-    if not console.is_terminal:
+    if not sys.stderr.isatty():  # not rich's is_terminal, which FORCE_COLOR overrules
         yield lambda progress: None
         return
-    with console.status(f"{what}: starting") as status:
+    with Console(stderr=True).status(f"{what}: starting") as status:
         yield lambda progress: status.update(
             f"{what}: iteration {progress.iteration}, within {percent(progress.gap)} of the optimum"
         )
@@ -37,6 +39,11 @@ def artifact(ref: str, artifact: Artifact, *, note: str | None = None, provenanc
     certificate, strategy = artifact.certificate, artifact.strategy
     table = _table(f"{ref}" + (f"  ({note})" if note else ""))
     table.add_row("workload", describe(artifact))
+    if artifact.workload.kind in ("sgd", "momentum") and artifact.workload.schedule != "constant":
+        rates = artifact.workload.learning_rates
+        table.add_row(
+            "rates", f"{rates[0]:.3g} first, {rates.max():.3g} at step {rates.argmax()}, {rates[-1]:.3g} last"
+        )
     table.add_row("loss", f"{certificate.loss:.10g}  total squared error at unit noise")
     table.add_row("RMSE", f"{certificate.rmse:.6g}  root mean squared error of an iterate at unit noise")
     table.add_row("max error", f"{certificate.max_error:.6g}  of the worst iterate")
@@ -44,7 +51,8 @@ def artifact(ref: str, artifact: Artifact, *, note: str | None = None, provenanc
     table.add_row("excess", f"{percent(certificate.excess)}  no factorization can beat this by more")
     table.add_row("sensitivity", f"{certificate.sensitivity:.12g}  ({certificate.sensitivity_kind}, one participation)")
     table.add_row(
-        "strategy", f"{strategy.kind}, {strategy.dtype.name}, keeps or redraws up to {strategy.buffers} vectors"
+        "strategy",
+        f"{strategy.kind}, {strategy.dtype.name}; streams with up to {strategy.buffers} vectors of model size",
     )
     fallback = ", after the structured solver's error budget was exceeded" if certificate.fell_back else ""
     table.add_row(
@@ -59,7 +67,7 @@ def artifact(ref: str, artifact: Artifact, *, note: str | None = None, provenanc
             table.add_row(name, shown)
     table.add_row("size", size(artifact.path.stat().st_size) if artifact.path else "in memory")
     table.add_row("digest", artifact.digest)
-    _out().print(table)
+    _show(table)
 
 
 def as_dict(artifact: Artifact) -> dict[str, Any]:
@@ -84,7 +92,7 @@ def as_dict(artifact: Artifact) -> dict[str, Any]:
 def listing(store: str, entries: list[Entry]) -> None:
     """One line an artifact."""
     if not entries:
-        _out().print(f"no artifacts in {store}; make one with: mmfact compile --workload momentum --n 2048")
+        _show(f"no artifacts in {Path(store).absolute()}; make one with: mmfact compile --workload momentum --n 2048")
         return
     table = Table(box=None, pad_edge=False)
     for column in ("ref", "workload", "n", "excess", "RMSE", "strategy", "size", "created"):
@@ -106,7 +114,7 @@ def listing(store: str, entries: list[Entry]) -> None:
             size(entry.size),
             entry.created,
         )
-    _out().print(table)
+    _show(table)
 
 
 def entry_as_dict(entry: Entry) -> dict[str, Any]:
@@ -137,11 +145,17 @@ def verification(ref: str, artifact: Artifact, result: Verification) -> None:
         table.add_column(column, justify="right" if column in ("in the file", "recomputed") else "left")
     for check in result.checks:
         verdict = Text("agrees", style="green") if check.passed else Text("FAILS", style="red")
-        table.add_row(check.name, f"{check.stored:.12g}", f"{check.recomputed:.12g}", verdict, check.rule)
-    _out().print(table)
-    _out().print(f"how: {result.how}")
+        table.add_row(
+            check.name,
+            "-" if check.name == "B C = A" else f"{check.stored:.12g}",
+            f"{check.recomputed:.12g}",
+            verdict,
+            check.rule,
+        )
+    _show(table)
+    _show(f"how: {result.how}")
     if result.passed:
-        _out().print(f"verified: within {percent(artifact.certificate.excess)} of the best possible factorization")
+        _show(f"verified: within {percent(artifact.certificate.excess)} of the best possible factorization")
 
 
 def verification_as_dict(ref: str, artifact: Artifact, result: Verification) -> dict[str, Any]:
@@ -198,10 +212,15 @@ def size(count: int) -> str:
     return f"{amount:.3g} GiB"
 
 
-def _out() -> Console:
-    # Not limited to 80 columns when piped: lines stay whole for grep, and digests are never cut.
-    console = Console(highlight=False, markup=False)
-    return console if console.is_terminal else Console(highlight=False, markup=False, width=200)
+def _show(*parts: RenderableType) -> None:
+    """Print on stdout; when that is no terminal, in whole lines without padding, for grep and diff."""
+    if sys.stdout.isatty():
+        Console(highlight=False, markup=False).print(*parts, sep="\n")
+        return
+    console = Console(highlight=False, markup=False, width=200, color_system=None)
+    with console.capture() as captured:
+        console.print(*parts, sep="\n")
+    click.echo("\n".join(line.rstrip() for line in captured.get().splitlines()))
 
 
 def _table(title: str) -> Table:

@@ -137,8 +137,8 @@ _COMMON = {"peak": 1.0, "warmup": 0.0}
 def named(text: str, n: int) -> Schedule:
     """Parse ``NAME[:key=value,...]`` into n rates.
 
-    Every schedule also takes ``peak`` (all rates times this, default 1) and ``warmup`` (the first
-    so many steps are scaled by 1/(warmup+1), 2/(warmup+1), ...; default 0).
+    Every schedule also takes ``peak`` (all rates times this, default 1) and ``warmup`` (so many steps of
+    1/(warmup+1), 2/(warmup+1), ... come first, and the schedule runs over the rest; default 0).
 
     Raises
     ------
@@ -157,9 +157,9 @@ def named(text: str, n: int) -> Schedule:
         del values["warmup"]  # the shape is the warm-up; two of them would only confuse
     defaults, seen = dict(values), set()
     for item in rest.split(",") if rest else []:
-        key, equals, value = item.partition("=")
+        key, equals, value = (part.strip() for part in item.partition("="))
         if key not in values or not equals:
-            raise WorkloadError(f"schedule {text!r}: {item!r} is not understood; {name} takes {_keys(values)}")
+            raise WorkloadError(f"schedule {text!r}: {item!r} is not understood; {name} takes {_keys(defaults)}")
         if key in seen:
             raise WorkloadError(f"schedule {text!r} gives {key!r} twice; give it once")
         seen.add(key)
@@ -172,9 +172,11 @@ def named(text: str, n: int) -> Schedule:
             raise WorkloadError(f"schedule {text!r}: {key} = {value!r} must be {rule}")
         values[key] = number
     canonical = [f"{key}={values[key]:.17g}" for key in values if values[key] != defaults[key]]
-    rates = shape.make(n, **{key: values[key] for key in shape.defaults})
-    warmup = int(min(values.get("warmup", 0), n))
-    rates[:warmup] *= np.arange(1, warmup + 1) / (values.get("warmup", 0) + 1)
+    warmup = int(values.get("warmup", 0))
+    if warmup >= n:
+        raise WorkloadError(f"schedule {text!r}: warmup = {warmup} leaves none of the n = {n} steps; use fewer")
+    ramp = np.arange(1, warmup + 1) / (warmup + 1)
+    rates = np.concatenate([ramp, shape.make(n - warmup, **{key: values[key] for key in shape.defaults})])
     label = name + (":" + ",".join(_shortest(c) for c in canonical) if canonical else "")
     return Schedule(label, check_rates(rates * values["peak"], n))
 

@@ -71,7 +71,8 @@ def verify(
     dense = workload.n <= LARGEST_SVD or not workload.structured
     if dense:
         trace = float(scipy.linalg.svdvals(A * np.sqrt(multipliers), check_finite=False).sum())
-        how = "singular values of A D^(1/2), A from a simulated optimizer; no code shared with the compiler"
+        source = "the stored matrix A" if workload.matrix is not None else "A from a simulated optimizer"
+        how = f"{source}; singular values of A diag(multipliers)^(1/2); no code shared with the compiler"
     else:
         trace = StructuredDual(workload).certify(multipliers).trace
         how = (

@@ -95,6 +95,10 @@ class NoiseStream:
         dtype: npt.DTypeLike = "float32",
         run: bytes | None = None,
     ) -> None:
+        if not isinstance(artifact, Artifact):
+            raise StateError(
+                f"the artifact must come from mmfact.load(ref) or ArtifactStore.save, not {artifact!r:.60}"
+            )
         self.noise_multiplier = _positive("noise multiplier", noise_multiplier)
         self.clip_norm = _positive("clip norm", clip_norm)
         if space not in SPACES:
@@ -211,7 +215,10 @@ class NoiseStream:
             self._step = step
 
     def commit(self) -> None:
-        """Say that a checkpoint with this stream's state is durable: steps so far will not be asked for again."""
+        """Say that a checkpoint with this stream's state is durable; call it after each one is safely on disk.
+
+        The count goes into state and ledger, where a reviewer sees how far published checkpoints reached.
+        """
         self._committed = self._step
 
     def state_dict(self) -> dict[str, Any]:
@@ -268,12 +275,8 @@ class NoiseStream:
         StateError
             No declaration; or the state belongs to another artifact, key or version, or is damaged.
         """
-        if resume != "unpublished":
-            raise StateError(
-                "rows issued after this state was saved would be issued again. If nothing computed from them was "
-                'published (no model, metric or log left the trust boundary), say so with resume="unpublished"; '
-                "otherwise start a new run from data that has not been used"
-            )
+        if not isinstance(key, NoiseKey):
+            raise StateError("key must be a NoiseKey: NoiseKey.from_file(path) or from_bytes(32 bytes)")
         try:
             if state["version"] != STATE_VERSION:
                 raise StateError(
@@ -293,6 +296,12 @@ class NoiseStream:
                 raise StateError(
                     "the state was changed after it was saved: its signature does not fit; use an untouched one, "
                     "since another step or scale under the same noise would betray the gradients"
+                )
+            if resume != "unpublished":
+                raise StateError(
+                    "rows issued after this state was saved would be issued again. If nothing computed from them was "
+                    'published (no model, metric or log left the trust boundary), say so with resume="unpublished"; '
+                    "otherwise start a new run from data that has not been used"
                 )
             stream = cls(
                 artifact,

@@ -194,7 +194,7 @@ def _dataset(file: h5py.File, name: str, size: int | None, path: Path) -> npt.ND
     repeated = len(filters) != plist.get_nfilters()
     if repeated or filters - _FILTERS or plist.get_layout() != h5py.h5d.CHUNKED:
         raise _corrupt(path, f"{name!r} uses filters or a layout that artifacts do not use")
-    allowed = ("|u1",) if size is None else ("<f8", "<f4")
+    allowed = ("|u1",) if size is None else ("<f8", "<f4") if name.startswith("strategy.") else ("<f8",)
     fits = dataset.ndim == 1 and (1 <= dataset.size <= _LARGEST_SPEC if size is None else dataset.size == size)
     if not fits or dataset.dtype.str not in allowed or dataset.chunks[0] > _CHUNK:
         raise _corrupt(

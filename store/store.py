@@ -162,9 +162,10 @@ class ArtifactStore:
                 raise ArtifactNotFound(f"digest {ref!r} fits {len(matches)} artifacts; give more of its digits")
         if ref.endswith(".h5") and _is_file(Path(ref)):
             return Path(ref)
-        close = difflib.get_close_matches(ref, self.refs(), n=3)
+        longer = [name for name in self.refs() if name.startswith(ref)]
+        close = (longer or difflib.get_close_matches(ref, self.refs(), n=3))[:3]
         hint = f"did you mean {' or '.join(close)}?" if close else "`mmfact list` shows what is there"
-        raise ArtifactNotFound(f"no artifact {ref!r} in the store {self.path}; {hint}")
+        raise ArtifactNotFound(f"no artifact {ref!r} in the store {self.path.absolute()}; {hint}")
 
     def has(self, ref: str) -> bool:
         check_ref(ref)

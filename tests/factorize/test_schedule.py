@@ -84,16 +84,19 @@ def test_peak_multiplies_every_rate(name):
 
 
 @pytest.mark.parametrize("name", sorted(set(schedule.SHAPES) - {"warmup"}))
-def test_warmup_key_scales_the_first_steps(name):
-    """warmup=k scales steps 0..k-1 by 1/(k+1) .. k/(k+1) and leaves step k alone."""
-    base = schedule.parse(name, 40).rates
-    ramp = np.minimum(1, np.arange(1, 41) / 6)
-    np.testing.assert_allclose(schedule.parse(f"{name}:warmup=5", 40).rates, base * ramp, rtol=1e-14)
+def test_warmup_key_comes_before_the_schedule(name):
+    """warmup=k: steps 0..k-1 are 1/(k+1) .. k/(k+1), then the schedule over the other steps, so the peak is reached."""
+    rates = schedule.parse(f"{name}:warmup=5", 40).rates
+    np.testing.assert_allclose(rates[:5], np.arange(1, 6) / 6, rtol=1e-14)
+    np.testing.assert_array_equal(rates[5:], schedule.parse(name, 35).rates)
+    assert rates.max() == rates[5] == 1
 
 
-def test_warmup_longer_than_the_horizon():
-    """A horizon shorter than the warm-up is a piece of the ramp, not a steeper ramp."""
-    np.testing.assert_allclose(schedule.parse("constant:warmup=99", 4).rates, [0.01, 0.02, 0.03, 0.04], rtol=1e-14)
+@pytest.mark.parametrize("warmup", [4, 99])
+def test_warmup_as_long_as_the_horizon_is_refused(warmup):
+    """It would never reach the rates that the user asked for."""
+    with pytest.raises(WorkloadError, match="warmup"):
+        schedule.parse(f"constant:warmup={warmup}", 4)
 
 
 def test_warmup_of_a_warmup_is_refused():
@@ -123,7 +126,7 @@ def test_canonical_names(text, canonical):
 
 _KEYS = {
     "peak": st.floats(1e-6, 1e6),
-    "warmup": st.integers(0, 50),
+    "warmup": st.integers(0, 3),
     "fraction": st.floats(0, 1),
     "final": st.floats(1e-9, 1),
     "start": st.floats(1e-9, 1),
@@ -142,7 +145,7 @@ def spellings(draw):
     return name + (":" + ",".join(f"{key}={draw(_KEYS[key])!r}" for key in chosen) if chosen else "")
 
 
-@given(text=spellings(), n=st.integers(1, 45))
+@given(text=spellings(), n=st.integers(4, 45))
 @settings(deadline=None, max_examples=200)
 def test_canonical_names_round_trip(text, n):
     """The canonical name gives back the very same rates and itself: an artifact's spec can be compiled again."""
