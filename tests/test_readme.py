@@ -60,3 +60,17 @@ def test_snippets_run_in_the_order_of_the_page(folder):
             run(["bash", "-euo", "pipefail", "-c", quick], folder)
         elif language == "python":
             run([sys.executable, "-c", text], folder)
+
+
+def test_what_the_first_command_prints_is_what_the_page_shows(folder):
+    """Up to what depends on library versions: excess, solver, size and digest."""
+    printed = run(
+        ["mmfact", "compile", "--workload", "momentum", "--n", "2048", "--name", "again"], folder
+    ).splitlines()
+    shown = next(text for language, text in BLOCKS if language == "text").splitlines()
+    names = [line.split("  ")[0] for line in shown[1:]]
+    assert names == [line.split("  ")[0] for line in printed[1:]]
+    stable = {"workload", "loss", "RMSE", "max error", "lower bound", "sensitivity", "strategy"}
+    assert [line for line in printed if line.split("  ")[0] in stable] == [
+        line for line in shown if line.split("  ")[0] in stable
+    ]
