@@ -95,10 +95,7 @@ class NoiseStream:
         dtype: npt.DTypeLike = "float32",
         run: bytes | None = None,
     ) -> None:
-        if not isinstance(artifact, Artifact):
-            raise StateError(
-                f"the artifact must come from mmfact.load(ref) or ArtifactStore.save, not {artifact!r:.60}"
-            )
+        _check_artifact(artifact)
         self.noise_multiplier = _positive("noise multiplier", noise_multiplier)
         self.clip_norm = _positive("clip norm", clip_norm)
         if space not in SPACES:
@@ -137,8 +134,9 @@ class NoiseStream:
         streaming = artifact.strategy.streaming(artifact.participation, decode)
         # Iterate space of a structured workload: the optimizer itself runs over the gradient-space rows.
         self._optimizer = workload.state_space() if space == "iterate" and workload.structured else None
-        self._iterates = np.zeros((0 if self._optimizer is None else self._optimizer[1].shape[1], self.size))
-        self._absorbed = 0  # rows that the optimizer has seen
+        depth = 0 if self._optimizer is None else self._optimizer[1].shape[1]
+        # (rows that the optimizer has seen, its state), replaced as one so that no interruption can part them
+        self._optimized = (0, np.zeros((depth, self.size)))
         self.sensitivity = streaming.sensitivity
         scale = self.noise_multiplier * self.clip_norm * self.sensitivity
         self._rows = streaming.rows * scale
@@ -275,6 +273,7 @@ class NoiseStream:
         StateError
             No declaration; or the state belongs to another artifact, key or version, or is damaged.
         """
+        _check_artifact(artifact)
         if not isinstance(key, NoiseKey):
             raise StateError("key must be a NoiseKey: NoiseKey.from_file(path) or from_bytes(32 bytes)")
         try:
@@ -366,13 +365,11 @@ class NoiseStream:
         if self._optimizer is None:
             return self._combined(step)
         transition, gain = self._optimizer
-        for past in range(self._absorbed, step + 1):  # more than one only after a skip or a restore
-            row = self._combined(past)
+        for past in range(self._optimized[0], step + 1):  # more than one only after a skip or a restore
             # not a matrix product: BLAS may round differently for another shard's size
-            carried = (transition[past][:, :, None] * self._iterates).sum(axis=1)
-            self._iterates = carried + gain[past][:, None] * row
-            self._absorbed = past + 1
-        return self._iterates[-1]
+            carried = (transition[past][:, :, None] * self._optimized[1]).sum(axis=1)
+            self._optimized = (past + 1, carried + gain[past][:, None] * self._combined(past))
+        return self._optimized[1][-1]
 
     def _combined(self, step: int) -> Row:
         total = np.zeros(self.size)
@@ -393,6 +390,11 @@ class NoiseStream:
 def _accumulate(weight: float, row: Row, total: Row) -> None:
     for e in range(len(total)):
         total[e] += weight * row[e]
+
+
+def _check_artifact(artifact: Any) -> None:
+    if not isinstance(artifact, Artifact):
+        raise StateError(f"the artifact must come from mmfact.load(ref) or ArtifactStore.save, not {artifact!r:.60}")
 
 
 def _positive(what: str, value: Any) -> float:
