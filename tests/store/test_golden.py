@@ -1,0 +1,31 @@
+"""Files of earlier versions: whatever the format becomes, these must be read, with the numbers they hold."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mmfact.factorize.verification import verify
+from mmfact.store.store import ArtifactStore
+
+GOLDEN = ArtifactStore(Path(__file__).parents[2] / "artifacts" / "golden")
+
+
+def test_there_is_one_for_each_strategy():
+    assert {"v1-dense-momentum", "v1-dense-custom-float32"} <= set(GOLDEN.refs())
+
+
+@pytest.mark.parametrize("ref", GOLDEN.refs())
+def test_reads_and_verifies(ref):
+    """Certificate, coefficients and workload agree with each other by means that share nothing with the compiler."""
+    artifact = GOLDEN.load(ref)
+    assert verify(artifact.workload, artifact.C, artifact.multipliers, artifact.certificate, reference=True).passed
+
+
+def test_what_they_were_made_from():
+    """The inputs, as they were typed when the files were made."""
+    made = GOLDEN.load("v1-dense-momentum").workload
+    assert (made.kind, made.n, made.beta, made.weight_decay, made.schedule) == ("momentum", 8, 0.9, 0.01, "cooldown")
+    np.testing.assert_array_equal(made.learning_rates, [1, 1, 1, 1, 1, 1, 1, 0.05])
+    matrix = np.tril(np.arange(1.0, 17).reshape(4, 4)) + 4 * np.eye(4)
+    np.testing.assert_array_equal(GOLDEN.load("v1-dense-custom-float32").A, matrix)
