@@ -32,7 +32,7 @@ class Options:
     strategy : {"dense"}
     dtype : {"float32", "float64"}
         Of the stored coefficients. float64 by default for the dense strategy: a cast of each of its
-        n (n+1) / 2 coefficients to float32 alone costs an excess of about 1e-6.
+        n (n+1) / 2 coefficients to float32 alone costs an excess of order 1e-7.
     tolerance : float
         Largest acceptable excess of what is shipped. The solver goes to min(1e-10, tolerance / 100).
     method : {"auto", "structured", "dense", "fixed-point"}
