@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -182,20 +182,6 @@ def damaged(mmfact: Callable[..., Ran], store: Path) -> Path:
     data[3000] ^= 4
     path.write_bytes(data)
     return store
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 128 KiB; skipped where this user may not mount one."""
-    where = tmp_path / "disk"
-    where.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=128k", "tmpfs", str(where)], capture_output=True, check=False
-    )
-    if mounted.returncode != 0:
-        pytest.skip("mounting a tmpfs is not allowed here")
-    yield where
-    subprocess.run(["umount", str(where)], check=True)
 
 
 @pytest.fixture(autouse=True)
