@@ -17,6 +17,7 @@ from mmfact import __version__
 if TYPE_CHECKING:
     from mmfact.factorize.compiler import Options
     from mmfact.factorize.workload import Workload
+    from mmfact.store.artifact import Artifact
 
 # Exit codes (design.md, section 8)
 ANSWER_NO, BAD_INPUT, MACHINE_FAILED, INTERRUPTED = 1, 2, 3, 130
@@ -47,43 +48,81 @@ def _common(command: Callable[..., Any]) -> Callable[..., Any]:
     )(command)
 
 
+def _describing(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The options that describe a workload and how to compile it."""
+    options = [
+        click.option("--n", type=int, help="Training steps; for custom it is the matrix's size."),
+        click.option("--beta", type=float, help="Momentum in [0, 1), for momentum.  [default: 0.9]"),
+        click.option(
+            "--lr-schedule",
+            metavar="NAME[:key=value,...]|FILE",
+            help="constant, step, cooldown, decay, cosine, polynomial or warmup, or a file with one rate a line; "
+            "for sgd and momentum.  [default: constant]",
+        ),
+        click.option(
+            "--weight-decay", type=float, default=0.0, show_default=True, help="lambda >= 0, for sgd and momentum."
+        ),
+        click.option(
+            "--weight-decay-kind",
+            type=click.Choice(["coupled", "decoupled"]),
+            help="coupled as in torch.optim.SGD, decoupled as in AdamW.  [default: coupled]",
+        ),
+        click.option(
+            "--ema", type=float, default=0.0, metavar="GAMMA", help="Optimize the EMA of the iterates, in [0, 1)."
+        ),
+        click.option(
+            "--matrix", type=click.Path(), help="A lower-triangular matrix in .npy, .npz or .csv, for custom."
+        ),
+        click.option(
+            "--strategy",
+            type=click.Choice(["buffered", "banded-low-rank", "dense"]),
+            default="buffered",
+            show_default=True,
+            help="How C is stored and streamed.",
+        ),
+        click.option(
+            "--buffers", type=int, metavar="R", help="For buffered.  [default: the fewest that meet the tolerance]"
+        ),
+        click.option(
+            "--bandwidth",
+            type=int,
+            metavar="K",
+            help="For banded-low-rank.  [default: the cheapest that meets the tolerance]",
+        ),
+        click.option("--rank", type=int, metavar="R", help="For banded-low-rank.  [default: as for --bandwidth]"),
+        click.option(
+            "--dtype",
+            type=click.Choice(["float32", "float64"]),
+            help="Of the coefficients.  [default: float32; float64 for dense]",
+        ),
+        click.option(
+            "--tolerance",
+            type=float,
+            default=1e-4,
+            show_default=True,
+            help="Largest acceptable excess of what is shipped.",
+        ),
+        click.option(
+            "--method",
+            type=click.Choice(["auto", "structured", "dense", "fixed-point"]),
+            default="auto",
+            show_default=True,
+            help="Solver; fixed-point is the plain iteration of the paper, for comparison.",
+        ),
+    ]
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+_KINDS = click.Choice(["prefix-sum", "sgd", "momentum", "custom"])
+
+
 @commands.command("compile")
-@click.option(
-    "--workload",
-    "kind",
-    required=True,
-    type=click.Choice(["prefix-sum", "sgd", "momentum", "custom"]),
-    help="What the optimizer does to the gradients.",
-)
-@click.option("--n", type=int, help="Training steps; for custom it is the matrix's size.")
-@click.option("--beta", type=float, help="Momentum in [0, 1), for momentum.  [default: 0.9]")
-@click.option(
-    "--lr-schedule",
-    metavar="NAME[:key=value,...]|FILE",
-    help="constant, step, cooldown, decay, cosine, polynomial or warmup, or a file with one rate a line; "
-    "for sgd and momentum.  [default: constant]",
-)
-@click.option("--weight-decay", type=float, default=0.0, show_default=True, help="lambda >= 0, for sgd and momentum.")
-@click.option(
-    "--weight-decay-kind",
-    type=click.Choice(["coupled", "decoupled"]),
-    help="coupled as in torch.optim.SGD, decoupled as in AdamW.  [default: coupled]",
-)
-@click.option("--ema", type=float, default=0.0, metavar="GAMMA", help="Optimize the EMA of the iterates, in [0, 1).")
-@click.option("--matrix", type=click.Path(), help="A lower-triangular matrix in .npy, .npz or .csv, for custom.")
-@click.option("--strategy", type=click.Choice(["dense"]), default="dense", show_default=True, help="How C is stored.")
-@click.option("--dtype", type=click.Choice(["float32", "float64"]), default="float64", show_default=True)
-@click.option(
-    "--tolerance", type=float, default=1e-4, show_default=True, help="Largest acceptable excess of what is shipped."
-)
-@click.option(
-    "--method",
-    type=click.Choice(["auto", "structured", "dense", "fixed-point"]),
-    default="auto",
-    show_default=True,
-    help="Solver; fixed-point is the plain iteration of the paper, for comparison.",
-)
+@click.option("--workload", "kind", required=True, type=_KINDS, help="What the optimizer does to the gradients.")
+@_describing
 @click.option("--name", metavar="REF", help="Ref of the artifact.  [default: spells the workload and options]")
+@click.option("--dry-run", is_flag=True, help="Only say how long it will take and how much memory.")
 @_common
 def compile_command(**choices: Any) -> None:
     """Compute the optimal factorization of a workload, certify it and store it.
@@ -93,39 +132,113 @@ def compile_command(**choices: Any) -> None:
     Exit code 1 when the tolerance was not reached (the artifact is stored all the same).
     """
     from mmfact.cli import render
-    from mmfact.factorize.compiler import Options, compile, default_ref
-    from mmfact.factorize.workload import check_dense
+    from mmfact.factorize.compiler import compile, default_ref
+    from mmfact.factorize.estimate import estimate
     from mmfact.store.store import ArtifactStore
 
-    workload = _workload(choices)
-    options = Options(choices["strategy"], choices["dtype"], choices["tolerance"], choices["method"])
-    check_dense(workload.n, f"the {options.strategy} strategy")
+    workload, options = _described(choices)
     ref = default_ref(workload, options) if choices["name"] is None else choices["name"]
+    expected = estimate(workload, options)
+    if choices["dry_run"]:
+        if choices["as_json"]:
+            _print_json({"ref": ref, **render.estimate_as_dict(expected)})
+        else:
+            click.echo(f"{ref}: {render.estimate(expected)}")
+        return
     store = ArtifactStore(choices["store"])
     artifact = _already_there(store, ref, workload, options)
     fresh = artifact is None
     if artifact is None:
         store.prepare()
-        with render.solving(f"{workload.kind}, n = {workload.n}") as on_progress:
+        with render.working(f"{workload.kind}, n = {workload.n} ({render.estimate(expected)})") as on_progress:
             factorization = compile(workload, options, on_progress=on_progress)
         with _finishing():
             artifact = store.save(factorization, ref)
     reached = artifact.certificate.excess <= options.tolerance
+    notes = [] if fresh else ["already there, nothing was computed"]
+    if options.buffers is not None and artifact.strategy.buffers < options.buffers:
+        notes.append(f"{options.buffers} buffers were asked for, but more than these change nothing")
     if choices["as_json"]:
         _print_json({"ref": ref, "already_there": not fresh, "tolerance_reached": reached, **render.as_dict(artifact)})
     else:
-        render.artifact(ref, artifact, note=None if fresh else "already there, nothing was computed")
+        render.artifact(ref, artifact, note="; ".join(notes) or None)
     if not reached:
-        if options.method == "fixed-point":
-            advice = "use --method auto"
-        elif options.dtype == "float32":
-            advice = "use --dtype float64, or raise --tolerance"
-        else:
-            advice = "raise --tolerance: this is as close as double precision comes"
         raise AnswerIsNo(
             f"the excess {artifact.certificate.excess:.3g} is above the tolerance {options.tolerance:g}: the artifact "
-            f"is private and usable, but not as accurate as asked; {advice}"
+            f"is private and usable, but not as accurate as asked; {_advice(options, artifact)}"
         )
+
+
+def _advice(options: Options, artifact: Artifact) -> str:
+    """What to do about an excess above the tolerance."""
+    if options.method == "fixed-point":
+        return "use --method auto"
+    if options.buffers is not None and artifact.strategy.buffers == options.buffers:
+        return "use more --buffers, or leave them out to have the fewest that suffice"
+    if options.bandwidth is not None or options.rank is not None:
+        return "raise --bandwidth or --rank, or leave both out to have the cheapest that suffice"
+    if options.strategy == "buffered" and not artifact.workload.structured:
+        return "use --strategy dense: this matrix is not of low rank off its diagonal; or raise --tolerance"
+    if options.dtype == "float32":
+        return "use --dtype float64, or raise --tolerance"
+    if options.strategy != "dense" and artifact.n <= 8192:
+        return "use --strategy dense, or raise --tolerance"
+    return "raise --tolerance: this is as close as double precision comes"
+
+
+@commands.command("compare")
+@click.argument("ref", required=False)
+@click.option("--workload", "kind", type=_KINDS, help="Instead of REF: a workload, compiled and not stored.")
+@_describing
+@_common
+def compare_command(ref: str | None, **choices: Any) -> None:
+    """Set an artifact (or a workload's) beside every classic mechanism: exact figures at the same privacy.
+
+    \b
+    Example: mmfact compare momentum-n2048
+             mmfact compare --workload sgd --n 512 --lr-schedule cosine
+    """
+    from mmfact.cli import render
+    from mmfact.factorize.comparison import compare
+    from mmfact.factorize.compiler import compile, default_ref
+    from mmfact.factorize.errors import WorkloadError
+    from mmfact.store.format import from_factorization
+    from mmfact.store.store import ArtifactStore
+
+    if (ref is None) == (choices["kind"] is None):
+        raise WorkloadError("give either a REF from `mmfact list` or --workload with its options, not both or neither")
+    if ref is not None:
+        context = click.get_current_context()
+        for option in context.command.params:
+            if option.name in ("ref", "store", "as_json", "kind") or option.name is None:
+                continue
+            if context.get_parameter_source(option.name) is click.core.ParameterSource.COMMANDLINE:
+                raise WorkloadError(f"{option.opts[0]} describes a workload, but {ref} already says what to compare")
+        artifact = ArtifactStore(choices["store"]).load(ref)
+    else:
+        workload, options = _described(choices)
+        ref = default_ref(workload, options)
+    with render.working(f"comparing {ref}") as on_progress:
+        if choices["kind"] is not None:
+            artifact = from_factorization(compile(workload, options, on_progress=on_progress))
+        result = compare(
+            artifact.workload, artifact.strategy, artifact.certificate, artifact.participation, on_progress=on_progress
+        )
+    if choices["as_json"]:
+        _print_json(render.comparison_as_dict(ref, artifact, result))
+    else:
+        render.comparison(ref, artifact, result)
+
+
+def _described(choices: dict[str, Any]) -> tuple[Workload, Options]:
+    """The workload and the options that were asked for, checked against each other before anything is computed."""
+    from mmfact.factorize.compiler import Options, check
+
+    workload = _workload(choices)
+    names = ("strategy", "tolerance", "method", "buffers", "bandwidth", "rank")
+    options = Options(dtype=choices["dtype"] or "", **{name: choices[name] for name in names})
+    check(workload, options)
+    return workload, options
 
 
 @commands.command("list")
@@ -188,7 +301,9 @@ def verify_command(ref: str, reference: bool, store: str, as_json: bool) -> None
         if as_json:
             _print_json({"ref": ref, "passed": False, "error": str(error)})
         raise AnswerIsNo(str(error)) from error
-    result = verify(artifact.workload, artifact.C, artifact.multipliers, artifact.certificate, reference=reference)
+    result = verify(
+        artifact.workload, artifact.strategy, artifact.multipliers, artifact.certificate, reference=reference
+    )
     if as_json:
         _print_json(render.verification_as_dict(ref, artifact, result))
     else:
@@ -290,7 +405,8 @@ def _workload(choices: dict[str, Any]) -> Workload:
     if n is None:
         raise WorkloadError(f"--workload {kind} needs --n, the number of training steps")
     workload.check_horizon(n)
-    workload.check_dense(n, f"the {choices['strategy']} strategy")
+    if choices["strategy"] != "buffered":
+        workload.check_dense(n, f"the {choices['strategy']} strategy")
     if kind == "prefix-sum":
         return workload.prefix_sum(n)
     if choices["weight_decay_kind"] is not None and not choices["weight_decay"]:

@@ -16,22 +16,46 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
+    from mmfact.factorize.comparison import Comparison
+    from mmfact.factorize.estimate import Estimate
     from mmfact.factorize.optimum import Progress
+    from mmfact.factorize.strategy.protocol import Strategy
     from mmfact.factorize.verification import Verification
     from mmfact.store.artifact import Artifact
     from mmfact.store.store import Entry
 
 
 @contextlib.contextmanager
-def solving(what: str) -> Iterator[Callable[[Progress], None]]:
-    """Progress of a solve on stderr, only when that is a terminal."""
+def working(what: str) -> Iterator[Callable[[Progress], None]]:
+    """Progress of a computation on stderr, only when that is a terminal."""
     if not sys.stderr.isatty():  # not rich's is_terminal, which FORCE_COLOR overrules
         yield lambda progress: None
         return
     with Console(stderr=True).status(f"{what}: starting") as status:
-        yield lambda progress: status.update(
-            f"{what}: iteration {progress.iteration}, within {percent(progress.gap)} of the optimum"
-        )
+        yield lambda progress: status.update(f"{what}: {_progress(progress)}")
+
+
+def _progress(progress: Progress) -> str:
+    text = progress.stage
+    if progress.iteration is not None:
+        text += f", iteration {progress.iteration}"
+    if progress.gap is not None:
+        text += f", within {percent(progress.gap)}"
+    if progress.fraction is not None:
+        text += f", {progress.fraction:.0%} done"
+    return text
+
+
+def estimate(expected: Estimate) -> str:
+    """How long and how much memory, in words."""
+    seconds = expected.seconds
+    time = f"{seconds:.1g} s" if seconds < 1 else f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+    return f"about {time} and {size(expected.memory)} of memory"
+
+
+def estimate_as_dict(expected: Estimate) -> dict[str, Any]:
+    """An estimate as plain values."""
+    return {"seconds": expected.seconds, "memory_bytes": expected.memory}
 
 
 def artifact(ref: str, artifact: Artifact, *, note: str | None = None, provenance: bool = False) -> None:
@@ -50,10 +74,13 @@ def artifact(ref: str, artifact: Artifact, *, note: str | None = None, provenanc
     table.add_row("lower bound", f"{certificate.lower_bound:.10g}  no factorization has a smaller loss")
     table.add_row("excess", f"{percent(certificate.excess)}  no factorization can beat this by more")
     table.add_row("sensitivity", f"{certificate.sensitivity:.12g}  ({certificate.sensitivity_kind}, one participation)")
-    table.add_row(
-        "strategy",
-        f"{strategy.kind}, {strategy.dtype.name}; streams with up to {strategy.buffers} vectors of model size",
-    )
+    table.add_row("strategy", _form(strategy))
+    if strategy.kind != "dense":
+        table.add_row(
+            "streaming",
+            f"{4 * strategy.buffers} bytes a parameter in float32, {strategy.cost} multiply-adds a step and element, "
+            f"amplification {strategy.amplification():.2g}",
+        )
     fallback = ", after the structured solver's error budget was exceeded" if certificate.fell_back else ""
     table.add_row(
         "solver",
@@ -82,10 +109,63 @@ def as_dict(artifact: Artifact) -> dict[str, Any]:
         "strategy": {
             "kind": artifact.strategy.kind,
             "dtype": artifact.strategy.dtype.name,
+            **artifact.strategy.parameters(),
             "buffers": artifact.strategy.buffers,
+            "bytes_per_parameter": 4 * artifact.strategy.buffers,
+            "multiply_adds": artifact.strategy.cost,
+            # of the dense strategy it would take an inverse, and nothing is fed back there
+            "amplification": None if artifact.strategy.kind == "dense" else artifact.strategy.amplification(),
         },
         "certificate": {**asdict(certificate), "excess": certificate.excess, "rmse": certificate.rmse},
         "provenance": artifact.provenance,
+    }
+
+
+def _form(strategy: Strategy) -> str:
+    """A strategy's form in words."""
+    if strategy.kind == "dense":
+        return f"dense, {strategy.dtype.name}; streams with up to {strategy.buffers} vectors of model size"
+    parameters = {name: value for name, value in strategy.parameters().items() if name != "buffers"}
+    parts = [strategy.kind, strategy.dtype.name, *(f"{name} {value}" for name, value in parameters.items())]
+    return ", ".join(parts) + f"; streams with {strategy.buffers} buffers of model size"
+
+
+def comparison(ref: str, artifact: Artifact, result: Comparison) -> None:
+    """One line a mechanism, best first."""
+    table = Table(title=f"{ref}: {describe(artifact)}", box=None, pad_edge=False, title_justify="left")
+    for column in ("mechanism", "RMSE", "max error", "loss", "x bound", "buffers", "bytes/param", "what it is"):
+        table.add_column(column, justify="left" if column in ("mechanism", "what it is") else "right")
+    table.add_row("lower bound", f"{math.sqrt(result.lower_bound / artifact.n):.6g}", "", f"{result.lower_bound:.9g}")
+    for row in result.rows:
+        table.add_row(
+            row.name,
+            f"{row.rmse:.6g}",
+            f"{row.max_error:.6g}",
+            f"{row.loss:.9g}",
+            f"{row.ratio:.6f}",
+            str(row.buffers),
+            str(row.bytes_per_parameter),
+            row.how,
+            style="bold" if row.name == "this" else None,
+        )
+    _show(table)
+    for name, why in result.left_out.items():
+        _show(f"left out: {name} ({why})")
+    for other in result.rows:
+        if other.name == "prefix-sum optimum":
+            gain = other.loss / artifact.certificate.loss - 1
+            _show(f"optimising for this workload, not for prefix sums, lowers the loss by {gain / (1 + gain):.1%}")
+
+
+def comparison_as_dict(ref: str, artifact: Artifact, result: Comparison) -> dict[str, Any]:
+    """The comparison as plain values."""
+    return {
+        "ref": ref,
+        "digest": artifact.digest,
+        "workload": artifact.workload.spec(),
+        "lower_bound": result.lower_bound,
+        "mechanisms": [asdict(row) for row in result.rows],
+        "left_out": result.left_out,
     }
 
 

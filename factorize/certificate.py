@@ -11,7 +11,7 @@ from mmfact.factorize.errors import SolverError
 if TYPE_CHECKING:  # readers of certificates, the runtime among them, do without the solver
     from mmfact.factorize.optimum import Optimum
     from mmfact.factorize.participation import Participation
-    from mmfact.factorize.strategy.dense import DenseStrategy
+    from mmfact.factorize.strategy.protocol import Strategy
     from mmfact.factorize.workload import Workload
 
 
@@ -61,7 +61,7 @@ class Certificate:
         return math.sqrt(self.loss / self.n)
 
 
-def certify(workload: Workload, strategy: DenseStrategy, optimum: Optimum, participation: Participation) -> Certificate:
+def certify(workload: Workload, strategy: Strategy, optimum: Optimum, participation: Participation) -> Certificate:
     """Recompute sensitivity and loss from the strategy's own coefficients and set them beside the bound.
 
     Raises

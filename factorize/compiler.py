@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from mmfact.factorize import certificate as certificates
 from mmfact.factorize import optimum as optima
 from mmfact.factorize.certificate import Certificate
-from mmfact.factorize.construct import dense
+from mmfact.factorize.construct import banded_low_rank, buffered, dense
 from mmfact.factorize.errors import WorkloadError
 from mmfact.factorize.optimum import METHODS, Optimum, Progress
 from mmfact.factorize.participation import Participation, single
-from mmfact.factorize.strategy.dense import DTYPES, DenseStrategy
+from mmfact.factorize.strategy.protocol import DTYPES, Strategy
 from mmfact.factorize.workload import Workload, check_dense
 
-STRATEGIES = ("dense",)
+STRATEGIES = ("buffered", "banded-low-rank", "dense")
 DEFAULT_TOLERANCE = 1e-4
 
 _LONGEST_REF = 150  # file systems allow names of 255 bytes
@@ -29,9 +29,13 @@ class Options:
 
     Attributes
     ----------
-    strategy : {"dense"}
+    strategy : {"buffered", "banded-low-rank", "dense"}
+    buffers : int, optional
+        Of the buffered strategy. Default: the fewest whose excess is within `tolerance`.
+    bandwidth, rank : int, optional
+        Of the banded + low-rank strategy. Default: the cheapest pair whose excess is within `tolerance`.
     dtype : {"float32", "float64"}
-        Of the stored coefficients. float64 by default for the dense strategy: a cast of each of its
+        Of the stored coefficients. Default: float32, and float64 for the dense strategy, where a cast of each of its
         n (n+1) / 2 coefficients to float32 alone costs an excess of order 1e-7.
     tolerance : float
         Largest acceptable excess of what is shipped. The solver goes to min(1e-10, tolerance / 100).
@@ -39,14 +43,19 @@ class Options:
         See `mmfact.factorize.optimum.solve`.
     """
 
-    strategy: str = "dense"
-    dtype: str = "float64"
+    strategy: str = "buffered"
+    dtype: str = ""
     tolerance: float = DEFAULT_TOLERANCE
     method: str = "auto"
+    buffers: int | None = None
+    bandwidth: int | None = None
+    rank: int | None = None
 
     def __post_init__(self) -> None:
         if self.strategy not in STRATEGIES:
             raise WorkloadError(f"strategy {self.strategy!r} is not known; use one of {', '.join(STRATEGIES)}")
+        if not self.dtype:
+            object.__setattr__(self, "dtype", default_dtype(self.strategy))
         if self.dtype not in DTYPES:
             raise WorkloadError(f"dtype {self.dtype!r} is not allowed; use one of {', '.join(DTYPES)}")
         if self.method not in METHODS:
@@ -54,6 +63,18 @@ class Options:
         object.__setattr__(self, "tolerance", float(self.tolerance))
         if not 0 < self.tolerance < 1:
             raise WorkloadError(f"tolerance {self.tolerance!r} must be in (0, 1): it is the largest acceptable excess")
+        for name, strategy in (
+            ("buffers", "buffered"),
+            ("bandwidth", "banded-low-rank"),
+            ("rank", "banded-low-rank"),
+        ):
+            value = getattr(self, name)
+            if value is None:
+                continue
+            if strategy != self.strategy:
+                raise WorkloadError(f"{name} does not apply to strategy {self.strategy}; use it with {strategy}")
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise WorkloadError(f"{name} = {value!r} must be a whole number of at least 1")
 
     @property
     def solver_tolerance(self) -> float:
@@ -63,7 +84,12 @@ class Options:
     def label(self) -> str:
         """The part of a default ref that spells every option that is not the default."""
         default, parts = Options(), []
-        if self.dtype != default.dtype:
+        if self.strategy != default.strategy:
+            parts.append(self.strategy)
+        for name in ("buffers", "bandwidth", "rank"):
+            if getattr(self, name) is not None:
+                parts.append(f"{name}{getattr(self, name)}")
+        if self.dtype != default_dtype(self.strategy):
             parts.append(self.dtype)
         if self.tolerance != default.tolerance:
             parts.append(f"tolerance{self.tolerance!r}")
@@ -72,8 +98,27 @@ class Options:
         return "".join(f"-{part}" for part in parts)
 
     def spec(self) -> dict[str, Any]:
-        """The options as plain values; JSON-ready."""
-        return {"strategy": self.strategy, "dtype": self.dtype, "tolerance": self.tolerance, "method": self.method}
+        """The options that were chosen as plain values; JSON-ready."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+
+def default_dtype(strategy: str) -> str:
+    """The precision of a strategy's coefficients when nothing is said."""
+    return "float64" if strategy == "dense" else "float32"
+
+
+def check(workload: Workload, options: Options) -> None:
+    """Raise, before anything large is allocated, unless the options fit the workload and its size."""
+    n = workload.n
+    if options.strategy == "buffered":
+        if options.buffers is not None:
+            buffered.check_buffers(options.buffers, n)
+        if not workload.structured or options.method == "dense":
+            check_dense(n, "the buffered strategy of a workload without a banded inverse")
+    else:
+        check_dense(n, f"the {options.strategy} strategy")
+    if options.strategy == "banded-low-rank":
+        banded_low_rank.check_pair(options.bandwidth, options.rank, n)
 
 
 def default_ref(workload: Workload, options: Options) -> str:
@@ -98,7 +143,7 @@ class Factorization:
     workload: Workload
     participation: Participation
     options: Options
-    strategy: DenseStrategy
+    strategy: Strategy
     optimum: Optimum
     certificate: Certificate
     origin: str = "compiled"
@@ -124,10 +169,10 @@ def compile(
         No certificate could be had.
     """
     options = options or Options()
-    check_dense(workload.n, f"the {options.strategy} strategy")
+    check(workload, options)
     participation = single()
     found = optima.solve(workload, method=options.method, tolerance=options.solver_tolerance, on_progress=on_progress)
-    strategy = dense.build(workload, found, participation, options.dtype)
+    strategy = _construct(workload, found, participation, options, on_progress)
     return Factorization(
         workload,
         participation,
@@ -138,9 +183,40 @@ def compile(
     )
 
 
+def _construct(
+    workload: Workload,
+    found: Optimum,
+    participation: Participation,
+    options: Options,
+    on_progress: Callable[[Progress], None],
+) -> Strategy:
+    if options.strategy == "dense":
+        return dense.build(workload, found, participation, options.dtype)
+    if options.strategy == "buffered":
+        return buffered.build(
+            workload,
+            found,
+            participation,
+            buffers=options.buffers,
+            tolerance=options.tolerance,
+            dtype=options.dtype,
+            on_progress=on_progress,
+        )
+    return banded_low_rank.build(
+        workload,
+        found,
+        participation,
+        bandwidth=options.bandwidth,
+        rank=options.rank,
+        tolerance=options.tolerance,
+        dtype=options.dtype,
+        on_progress=on_progress,
+    )
+
+
 def adopt(
     workload: Workload,
-    strategy: DenseStrategy,
+    strategy: Strategy,
     options: Options | None = None,
     *,
     on_progress: Callable[[Progress], None] = lambda progress: None,
@@ -157,7 +233,7 @@ def adopt(
     SolverError
         No certificate could be had.
     """
-    options = options or Options(dtype=strategy.dtype.name)
+    options = options or Options(strategy=strategy.kind, dtype=strategy.dtype.name)
     participation = single()
     found = optima.solve(workload, method=options.method, tolerance=options.solver_tolerance, on_progress=on_progress)
     certificate = certificates.certify(workload, strategy, found, participation)

@@ -29,7 +29,7 @@ _GROUPS = 8
 
 
 @dataclass(frozen=True, eq=False)
-class _Sweeps:
+class Sweeps:
     """For each pole what `banded.selected_inverse` leaves: two arrays of shape (N, w, n)."""
 
     poles: PoleSum
@@ -75,7 +75,7 @@ class StructuredDual:
         poles = self.poles(v)
         w, n = len(self.bands) - 1, len(v)
         shape = (len(poles.shifts), w, n)
-        sweeps = _Sweeps(poles, np.empty(shape), np.empty(shape))
+        sweeps = Sweeps(poles, np.empty(shape), np.empty(shape))
 
         def sweep(group: int) -> None:
             for j in range(group, shape[0], _GROUPS):
@@ -88,7 +88,7 @@ class StructuredDual:
         return Evaluation(v, float(phi.sum()), phi, sweeps)
 
     def curvature_product(self, at: Evaluation, q: Array) -> Array:
-        sweeps: _Sweeps = at.context
+        sweeps: Sweeps = at.context
         scale = sweeps.poles.weights * sweeps.poles.shifts
         out, vq = np.zeros((_GROUPS, len(q))), at.v * q
 
@@ -100,7 +100,7 @@ class StructuredDual:
         return at.v * out.sum(axis=0)
 
     def curvature_diagonal(self, at: Evaluation) -> Array:
-        sweeps: _Sweeps = at.context
+        sweeps: Sweeps = at.context
         return at.v**2 * np.einsum("j,ji->i", sweeps.poles.weights * sweeps.poles.shifts, sweeps.inverse[:, 0] ** 2)
 
     def certify(self, v: Array) -> CertifiedTrace:
@@ -130,7 +130,7 @@ class StructuredDual:
 
 def dense_inverse_sum(at: Evaluation) -> Array:
     """X(v) = sum_j w_j (L L' + s_j D)^-1 as a symmetric n x n array, from the sweeps of an evaluation."""
-    sweeps: _Sweeps = at.context
+    sweeps: Sweeps = at.context
     n = len(at.v)
     X = np.zeros((n, n))
     # Columns are independent; narrow blocks keep the running rows in cache and the threads evenly loaded.

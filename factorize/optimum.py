@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from mmfact.factorize.dual import EPS, Array, Dual, Evaluation
+from mmfact.factorize import warm_start
 from mmfact.factorize.dual_dense import DenseDual
 from mmfact.factorize.dual_structured import StructuredDual
 from mmfact.factorize.errors import WorkloadError
@@ -28,6 +29,7 @@ METHODS = ("auto", "structured", "dense", "fixed-point")
 ERROR_BUDGET = 1e-10
 
 _FIRST_STEPS = 3  # fixed-point steps before Newton; they bring any start into its region
+_ROUGHLY = 1e-6  # how far a shorter horizon is solved
 _NEWTON_STEPS = 60
 _CG_STEPS = 300
 _FIXED_POINT_STEPS = 20_000
@@ -55,7 +57,8 @@ class Optimum:
         First-order bound on the excess of X(v), free with every evaluation; the true excess of the
         strategy built from v is of second order in the residual.
     iterations, products : int
-        Evaluations of the dual, and curvature products inside conjugate gradients.
+        Evaluations of the dual, and curvature products inside conjugate gradients; those of the shorter horizons
+        that the start comes from are not counted.
     method : {"structured", "dense"}
         What evaluated the final multipliers.
     fixed_point : bool
@@ -87,13 +90,26 @@ class Optimum:
 
 @dataclass(frozen=True)
 class Progress:
-    """What a running solve reports: evaluations so far and the current first-order gap."""
+    """What a running compilation reports.
 
-    iteration: int
-    gap: float
+    Attributes
+    ----------
+    stage : str
+        What is being done: "optimum" here; "strategy" and others where strategies are built.
+    iteration, gap : int, float or None
+        Evaluations of the dual so far and the current first-order gap.
+    fraction : float or None
+        Of the stage, where its end is known.
+    """
+
+    stage: str
+    iteration: int | None = None
+    gap: float | None = None
+    fraction: float | None = None
 
 
-def _silent(progress: Progress) -> None:
+def silent(progress: Progress) -> None:
+    """Report to nobody."""
     del progress
 
 
@@ -102,7 +118,7 @@ def solve(
     *,
     method: str = "auto",
     tolerance: float = 1e-10,
-    on_progress: Callable[[Progress], None] = _silent,
+    on_progress: Callable[[Progress], None] = silent,
 ) -> Optimum:
     """Maximise the dual of `workload`.
 
@@ -137,14 +153,27 @@ def solve(
         check_dense(workload.n, "the dense solver")
     unit, workload = workload.in_own_unit()
     dual: Dual = DenseDual(workload) if dense else StructuredDual(workload)
-    run = _fixed_point if method == "fixed-point" else _newton
-    found = _certified(dual, run(dual, dual.start(), tolerance, on_progress), unit, run is _fixed_point)
+    if method == "fixed-point":
+        run = _fixed_point(dual, dual.start(), tolerance, on_progress)
+    elif dense:
+        run = _newton(dual, dual.start(), tolerance, on_progress)
+    else:
+        start = warm_start.multipliers(workload, _roughly)
+        run = _newton(dual, dual.start() if start is None else start, tolerance, on_progress)
+    found = _certified(dual, run, unit, method == "fixed-point")
     budget = found.quadrature_error + found.rounding
     if method == "auto" and not dense and budget > ERROR_BUDGET and workload.n <= LARGEST_DENSE:
         dual = DenseDual(workload)
         again = _newton(dual, found.multipliers, tolerance, on_progress)
         return replace(_certified(dual, again, unit, False), fell_back=True)
     return found
+
+
+def _roughly(workload: Workload) -> Array:
+    """Multipliers to start a longer horizon from."""
+    dual = StructuredDual(workload)
+    start = warm_start.multipliers(workload, _roughly)
+    return _newton(dual, dual.start() if start is None else start, _ROUGHLY, silent).at.v
 
 
 @dataclass(frozen=True, eq=False)
@@ -184,7 +213,7 @@ def _fixed_point(dual: Dual, v: Array, tolerance: float, on_progress: Callable[[
     while True:
         at = dual.evaluate(v)
         history.append(at.gap)
-        on_progress(Progress(len(history), at.gap))
+        on_progress(Progress("optimum", len(history), at.gap))
         if at.gap <= tolerance or len(history) >= _FIXED_POINT_STEPS:
             return _Run(at, at.gap <= tolerance, 0, tuple(history))
         v = at.phi
@@ -196,7 +225,7 @@ def _newton(dual: Dual, v: Array, tolerance: float, on_progress: Callable[[Progr
     def evaluate(v: Array) -> Evaluation:
         at = dual.evaluate(v)
         history.append(at.gap)
-        on_progress(Progress(len(history), at.gap))
+        on_progress(Progress("optimum", len(history), at.gap))
         return at
 
     at = evaluate(v)

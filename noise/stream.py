@@ -16,21 +16,16 @@ from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
 from mmfact.factorize.errors import CapacityError, HorizonError, PrivacyError, StateError
 from mmfact.noise.key import NoiseKey
 from mmfact.noise.source import LARGEST_ROW, NONCE_BYTES, NoiseSource
+from mmfact.noise.stepping import Row, stepping
 from mmfact.store.artifact import Artifact
 
 STATE_VERSION = 1
 SPACES = ("gradient", "iterate")
 DTYPES = ("float32", "float64")
-
-# White rows are kept up to this much memory; beyond it they are drawn again at every step.
-HISTORY_BYTES = 1 << 30
-
-Row = npt.NDArray[Any]
 
 
 class NoiseStream:
@@ -125,24 +120,19 @@ class NoiseStream:
         if self.total > LARGEST_ROW:
             raise CapacityError(f"total = {self.total} elements are more than one row's keystream, {LARGEST_ROW}")
         self.artifact, self.name, self.space, self.dtype = artifact, name, space, np.dtype(precision)
-        _check_memory(self.size, self.dtype)
+        held = (
+            0 if artifact.strategy.kind == "dense" else artifact.strategy.buffers
+        )  # dense: drawn again beyond a limit
+        _check_memory(self.size, self.dtype, held)
         self.key = key if key is not None else NoiseKey(secrets.token_bytes(32), recoverable=False)
         self.run = secrets.token_bytes(NONCE_BYTES) if run is None else run
         self._source = NoiseSource(self.key, self.run, artifact.digest, self.name, self.dtype)
-        workload = artifact.workload
-        decode = workload.matrix if space == "iterate" else None
-        streaming = artifact.strategy.streaming(artifact.participation, decode)
-        # Iterate space of a structured workload: the optimizer itself runs over the gradient-space rows.
-        self._optimizer = workload.state_space() if space == "iterate" and workload.structured else None
-        depth = 0 if self._optimizer is None else self._optimizer[1].shape[1]
-        # (rows that the optimizer has seen, its state), replaced as one so that no interruption can part them
-        self._optimized = (0, np.zeros((depth, self.size)))
-        self.sensitivity = streaming.sensitivity
+        way = stepping(artifact, space)
+        self.sensitivity = way.sensitivity
         scale = self.noise_multiplier * self.clip_norm * self.sensitivity
-        self._rows = streaming.rows * scale
-        _check_range(scale, self._rows, self.dtype)
+        _check_range(scale, way.smallest, way.largest, self.dtype)
+        self._stepper = way.start(scale, self.size, self.dtype)
         self._lock = threading.Lock()
-        self._history: list[Row] = []
         self._step = 0
         self._skipped = 0
         self._committed = 0
@@ -194,9 +184,9 @@ class NoiseStream:
                     f"step {step} is at or past the horizon of {self.horizon} steps that this artifact was compiled "
                     "for; stop training, or compile a longer horizon for a new run"
                 )
-            total = self._noise(step)
+            total = self._stepper.row(step, self._white)
             self._step += 1  # before the row leaves: an interruption here loses a row but never repeats one
-        out[:] = total
+            out[:] = total  # inside the lock: the stepper will use its array again
         return out
 
     def skip_to(self, step: int) -> None:
@@ -360,36 +350,8 @@ class NoiseStream:
             f"space={self.space}, dtype={self.dtype.name}, key={self.key.id})"
         )
 
-    def _noise(self, step: int) -> Row:
-        """Row `step` of the noise in float64, in the stream's space."""
-        if self._optimizer is None:
-            return self._combined(step)
-        transition, gain = self._optimizer
-        for past in range(self._optimized[0], step + 1):  # more than one only after a skip or a restore
-            # not a matrix product: BLAS may round differently for another shard's size
-            carried = (transition[past][:, :, None] * self._optimized[1]).sum(axis=1)
-            self._optimized = (past + 1, carried + gain[past][:, None] * self._combined(past))
-        return self._optimized[1][-1]
-
-    def _combined(self, step: int) -> Row:
-        total = np.zeros(self.size)
-        for past in range(step + 1):
-            _accumulate(self._rows[step, past], self._white(past), total)
-        return total
-
     def _white(self, step: int) -> Row:
-        if step < len(self._history):
-            return self._history[step]
-        row = self._source.row(step, self.offset, self.size)
-        if step == len(self._history) and (step + 1) * row.nbytes <= HISTORY_BYTES:
-            self._history.append(row)
-        return row
-
-
-@njit(cache=True, nogil=True)
-def _accumulate(weight: float, row: Row, total: Row) -> None:
-    for e in range(len(total)):
-        total[e] += weight * row[e]
+        return self._source.row(step, self.offset, self.size)
 
 
 def _check_artifact(artifact: Any) -> None:
@@ -407,12 +369,10 @@ def _positive(what: str, value: Any) -> float:
     return number
 
 
-def _check_range(scale: float, rows: Row, dtype: np.dtype[Any]) -> None:
+def _check_range(scale: float, smallest: float, largest: float, dtype: np.dtype[Any]) -> None:
     """Noise must neither vanish nor overflow in `dtype`, in any row: 64 standard deviations up, 2^-24 of one down."""
     limits = np.finfo(dtype)
-    largest = float(np.sqrt(np.einsum("ij,ij->i", rows, rows).max())) if np.isfinite(scale) else math.inf
-    smallest = float(np.abs(np.diag(rows)).min())  # each row's own fresh noise
-    if not (smallest * 2.0**-24 > limits.tiny and largest * 64 < limits.max):
+    if not (scale * smallest * 2.0**-24 > limits.tiny and scale * largest * 64 < limits.max):
         raise PrivacyError(
             f"noise_multiplier * clip_norm * sensitivity = {scale:.3g} gives noise that {dtype} cannot hold; "
             "rescale the gradients and the clip norm, or use dtype float64"
@@ -431,15 +391,15 @@ def _whole(what: str, value: Any, least: int) -> int:
     return int(value)
 
 
-def _check_memory(size: int, dtype: np.dtype[Any]) -> None:
-    """A step holds the output, its float64 sum and one white row."""
-    needed = size * (8 + 2 * dtype.itemsize)
+def _check_memory(size: int, dtype: np.dtype[Any], buffers: int) -> None:
+    """A step holds the output, its float64 sum, one white row and the strategy's buffers."""
+    needed = size * (8 + (2 + buffers) * dtype.itemsize)
     try:
         available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):
         return
     if needed > available:
         raise CapacityError(
-            f"size = {size} needs {needed / 2**30:.1f} GiB a step, more than this machine's "
+            f"size = {size} needs {needed / 2**30:.1f} GiB with {buffers} buffers, more than this machine's "
             f"{available / 2**30:.1f} GiB; split the vector into shards with offset and total"
         )

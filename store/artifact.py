@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from mmfact.factorize.certificate import Certificate
 from mmfact.factorize.participation import Participation
-from mmfact.factorize.strategy.dense import DenseStrategy
+from mmfact.factorize.strategy.protocol import Strategy
 from mmfact.factorize.workload import Workload
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ class Artifact:
     ----------
     workload : Workload
     participation : Participation
-    strategy : DenseStrategy
+    strategy : Strategy
         The coefficients that are streamed.
     certificate : Certificate
     multipliers : ndarray, shape (n,)
@@ -42,7 +42,7 @@ class Artifact:
 
     workload: Workload
     participation: Participation
-    strategy: DenseStrategy
+    strategy: Strategy
     certificate: Certificate
     multipliers: Array = field(repr=False)
     provenance: dict[str, Any] = field(repr=False)

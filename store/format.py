@@ -6,7 +6,12 @@ One file holds, in its root group, only these datasets:
     learning_rates    <f8 (n,)           structured workloads
     matrix            <f8 (n(n+1)/2,)    custom workloads: the rows of the lower triangle
     multipliers       <f8 (n,)
-    strategy.packed   <f4 or <f8         the dense strategy: the rows of the lower triangle
+
+and the strategy's coefficients, all <f4 or all <f8; the spec's strategy entry gives kind, buffers r, bandwidth K, rank R:
+
+    dense             strategy.packed (n(n+1)/2,): the rows of the lower triangle
+    buffered          strategy.c (n,), strategy.g, strategy.decay, strategy.q (n, r)
+    banded-low-rank   strategy.band (n, K), strategy.left, strategy.right (n, R)
 
 All are chunked, with shuffle, gzip and fletcher32. The spec lists every other dataset with shape,
 dtype and SHA-256; the logical digest is the SHA-256 of the spec's bytes, so it covers them all.
@@ -29,8 +34,11 @@ import numpy.typing as npt
 from mmfact.factorize.certificate import Certificate
 from mmfact.factorize.errors import ArtifactCorrupt, ArtifactVersionError, MmfactError
 from mmfact.factorize.participation import Participation
+from mmfact.factorize.strategy.banded_low_rank import BandedLowRankStrategy
+from mmfact.factorize.strategy.buffered import BufferedStrategy, largest_buffers
 from mmfact.factorize.strategy.dense import DenseStrategy, order
-from mmfact.factorize.workload import LARGEST_DENSE, Workload
+from mmfact.factorize.strategy.protocol import Strategy
+from mmfact.factorize.workload import LARGEST_DENSE, LARGEST_STRUCTURED, Workload
 from mmfact.store.artifact import Artifact
 
 if TYPE_CHECKING:
@@ -39,13 +47,19 @@ if TYPE_CHECKING:
     from mmfact.factorize.compiler import Factorization
 
 FORMAT = "mmfact-artifact"
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2  # 1 knew the dense strategy only; such files are read for ever
 
 _LARGEST_SPEC = 1 << 20  # bytes
-_LARGEST_DATASET = 8 * LARGEST_DENSE * (LARGEST_DENSE + 1) // 2  # bytes
+_LARGEST_DATASET = 1 << 30  # bytes; the dense strategy's packed triangle needs 2^28
 # A custom workload holds two triangles; small datasets and HDF5's own structures fit into the rest.
 LARGEST_FILE = 2 * _LARGEST_DATASET + (1 << 26)
 _CHUNK = 1 << 16  # elements: half a megabyte, so that no read or checksum needs much memory
+# The whole numbers that, with n, give every shape of a strategy, and the least value of each.
+_PARAMETERS: dict[str, dict[str, int]] = {
+    "dense": {},
+    "buffered": {"buffers": 1},
+    "banded-low-rank": {"bandwidth": 1, "rank": 1},
+}
 _FILTERS = {h5py.h5z.FILTER_SHUFFLE, h5py.h5z.FILTER_DEFLATE, h5py.h5z.FILTER_FLETCHER32}
 
 
@@ -78,7 +92,7 @@ def encode(artifact: Artifact) -> bytes:
             file.create_dataset(
                 name,
                 data=array,
-                chunks=(min(array.size, _CHUNK),),
+                chunks=_chunks(array.shape),
                 shuffle=True,
                 compression="gzip",
                 compression_opts=4,
@@ -128,7 +142,7 @@ def _describe(artifact: Artifact) -> tuple[bytes, dict[str, npt.NDArray[Any]]]:
         "schema_version": SCHEMA_VERSION,
         "workload": workload.spec(),
         "participation": asdict(artifact.participation),
-        "strategy": {"kind": artifact.strategy.kind},
+        "strategy": {"kind": artifact.strategy.kind, **artifact.strategy.parameters()},
         "certificate": certificate,
         "provenance": artifact.provenance,
         "datasets": {
@@ -156,34 +170,60 @@ def _read(data: bytes, path: Path) -> tuple[bytes, dict[str, npt.NDArray[Any]]]:
             if "spec" not in names:
                 raise _corrupt(path, "it is an HDF5 file but holds no spec; mmfact did not write it")
             spec_bytes = _dataset(file, "spec", None, path).tobytes()
-            listed = _sizes(_parse(spec_bytes, path), path)
+            listed = _shapes(_parse(spec_bytes, path), path)
             if set(listed) != set(names) - {"spec"}:
                 raise _corrupt(path, "its datasets are not those that its spec calls for")
-            return spec_bytes, {name: _dataset(file, name, size, path) for name, size in listed.items()}
+            return spec_bytes, {name: _dataset(file, name, shape, path) for name, shape in listed.items()}
     except (OSError, RuntimeError, KeyError, ValueError, TypeError, zlib.error) as error:
         raise _corrupt(path, f"it cannot be read as HDF5 ({error})") from error
 
 
-def _sizes(spec: dict[str, Any], path: Path) -> dict[str, int]:
-    """Elements of every dataset that a spec calls for: known before anything large is read."""
-    workload = spec.get("workload")
-    n = workload.get("n") if isinstance(workload, dict) else None
-    if not isinstance(n, int) or isinstance(n, bool) or not 1 <= n <= LARGEST_DENSE:
-        raise _corrupt(path, f"its horizon is {n!r:.20}")
+def _shapes(spec: dict[str, Any], path: Path) -> dict[str, tuple[int, ...]]:
+    """Shape of every dataset that a spec calls for: known before anything large is read."""
+    workload, strategy = spec.get("workload"), spec.get("strategy")
+    if not isinstance(workload, dict) or not isinstance(strategy, dict):
+        raise _corrupt(path, "its spec has no workload or no strategy")
+    custom, kind = workload.get("kind") == "custom", strategy.get("kind")
+    if kind not in _PARAMETERS or (spec["schema_version"] == 1 and kind != "dense"):
+        raise _corrupt(path, f"its strategy {kind!r:.40} is not known")
+    linear = kind == "buffered" and not custom
+    n = _count(workload.get("n"), LARGEST_STRUCTURED if linear else LARGEST_DENSE, "horizon", path)
+    if set(strategy) != {"kind", *_PARAMETERS[kind]}:
+        raise _corrupt(path, f"its strategy {kind} has other parameters than it should")
+    limit = largest_buffers(n) if kind == "buffered" else n
+    sizes = {name: _count(strategy[name], limit, name, path, least) for name, least in _PARAMETERS[kind].items()}
     triangle = n * (n + 1) // 2
-    own = (
-        {"matrix": triangle}
-        if isinstance(workload, dict) and workload.get("kind") == "custom"
-        else {"learning_rates": n}
-    )
-    sizes = {**own, "multipliers": n, "strategy.packed": triangle}
-    if not isinstance(spec.get("datasets"), dict) or set(spec["datasets"]) != set(sizes):
+    shapes: dict[str, tuple[int, ...]] = {"matrix": (triangle,)} if custom else {"learning_rates": (n,)}
+    shapes["multipliers"] = (n,)
+    if kind == "dense":
+        shapes["strategy.packed"] = (triangle,)
+    elif kind == "buffered":
+        shapes["strategy.c"] = (n,)
+        shapes |= dict.fromkeys(("strategy.g", "strategy.decay", "strategy.q"), (n, sizes["buffers"]))
+    else:
+        shapes["strategy.band"] = (n, sizes["bandwidth"])
+        shapes |= dict.fromkeys(("strategy.left", "strategy.right"), (n, sizes["rank"]))
+    if 8 * max(math.prod(shape) for shape in shapes.values()) > _LARGEST_DATASET:
+        raise _corrupt(path, "its spec calls for more data than any artifact holds")
+    if not isinstance(spec.get("datasets"), dict) or set(spec["datasets"]) != set(shapes):
         raise _corrupt(path, "its spec lists other datasets than its workload and strategy need")
-    return sizes
+    return shapes
 
 
-def _dataset(file: h5py.File, name: str, size: int | None, path: Path) -> npt.NDArray[Any]:
-    """Read one dataset of `size` elements (the spec: any number of bytes up to its limit), after checking its form."""
+def _count(value: Any, most: int, what: str, path: Path, least: int = 1) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        raise _corrupt(path, f"its {what} is {value!r:.20}")
+    return value
+
+
+def _chunks(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Whole rows, as many as make half a megabyte."""
+    row = math.prod(shape[1:])
+    return (min(shape[0], max(1, _CHUNK // row)), *shape[1:])
+
+
+def _dataset(file: h5py.File, name: str, shape: tuple[int, ...] | None, path: Path) -> npt.NDArray[Any]:
+    """Read one dataset of that shape (the spec: any number of bytes up to its limit), after checking its form."""
     if not isinstance(file.get(name, getlink=True), h5py.HardLink):
         raise _corrupt(path, f"{name!r} is a link to somewhere else")
     dataset = file[name]
@@ -194,9 +234,12 @@ def _dataset(file: h5py.File, name: str, size: int | None, path: Path) -> npt.ND
     repeated = len(filters) != plist.get_nfilters()
     if repeated or filters - _FILTERS or plist.get_layout() != h5py.h5d.CHUNKED:
         raise _corrupt(path, f"{name!r} uses filters or a layout that artifacts do not use")
-    allowed = ("|u1",) if size is None else ("<f8", "<f4") if name.startswith("strategy.") else ("<f8",)
-    fits = dataset.ndim == 1 and (1 <= dataset.size <= _LARGEST_SPEC if size is None else dataset.size == size)
-    if not fits or dataset.dtype.str not in allowed or dataset.chunks[0] > _CHUNK:
+    allowed = ("|u1",) if shape is None else ("<f8", "<f4") if name.startswith("strategy.") else ("<f8",)
+    if shape is None:
+        fits = dataset.ndim == 1 and 1 <= dataset.size <= _LARGEST_SPEC
+    else:
+        fits = dataset.shape == shape
+    if not fits or dataset.dtype.str not in allowed or math.prod(dataset.chunks) > max(_CHUNK, *dataset.shape[1:], 1):
         raise _corrupt(
             path, f"{name!r} has shape {dataset.shape} and dtype {dataset.dtype}, which does not fit its spec"
         )
@@ -207,7 +250,7 @@ def _dataset(file: h5py.File, name: str, size: int | None, path: Path) -> npt.ND
 
 def _check_chunks(dataset: h5py.Dataset, checksum: bool, path: Path) -> None:
     """See that each chunk unpacks to the size it should: the HDF5 library would unpack it to any."""
-    expected = dataset.chunks[0] * dataset.dtype.itemsize
+    expected = math.prod(dataset.chunks) * dataset.dtype.itemsize
     for index in range(dataset.id.get_num_chunks()):
         info = dataset.id.get_chunk_info(index)
         if info.filter_mask or info.size > expected + expected // 100 + 1024:
@@ -263,10 +306,10 @@ def _assemble(spec: dict[str, Any], arrays: dict[str, npt.NDArray[Any]], digest:
     multipliers = arrays.pop("multipliers").astype(np.float64)
     if multipliers.shape != (n,) or not (np.isfinite(multipliers) & (multipliers > 0)).all():
         raise _corrupt(path, f"its multipliers are not {n} positive numbers")
-    if spec["strategy"] != {"kind": "dense"}:
-        raise _corrupt(path, f"its strategy {spec['strategy']!r} is not known")
-    strategy = DenseStrategy(arrays.pop("strategy.packed"))
-    if arrays or strategy.n != n:
+    strategy = _strategy(
+        spec["strategy"], {name.removeprefix("strategy."): array for name, array in arrays.items()}, workload, path
+    )
+    if strategy.n != n or {"kind": strategy.kind, **strategy.parameters()} != spec["strategy"]:
         raise _corrupt(path, "its strategy has another horizon than its workload, or it holds data nothing refers to")
     participation = Participation(**spec["participation"])
     certificate = _certificate(spec["certificate"], path)
@@ -285,6 +328,17 @@ def _assemble(spec: dict[str, Any], arrays: dict[str, npt.NDArray[Any]], digest:
         digest=digest,
         path=path,
     )
+
+
+def _strategy(entry: dict[str, Any], arrays: dict[str, npt.NDArray[Any]], workload: Workload, path: Path) -> Strategy:
+    kind = entry["kind"]
+    if kind == "dense":
+        return DenseStrategy(**arrays)
+    if kind == "buffered":
+        return BufferedStrategy(**arrays)
+    if kind == "banded-low-rank":
+        return BandedLowRankStrategy(**arrays, workload=workload)
+    raise _corrupt(path, f"its strategy {kind!r} is not known")
 
 
 def _certificate(entry: dict[str, Any], path: Path) -> Certificate:

@@ -34,7 +34,24 @@ WORKLOADS = {
     "momentum .99": lambda: momentum(N, beta=0.99, learning_rates=rates("warmup:fraction=0.5")),
     "custom": lambda: custom(random_matrix()),
 }
-STRATEGIES = {"dense float64": Options(), "dense float32": Options(dtype="float32")}
+STRATEGIES = {
+    "buffered float32": Options(),
+    "buffered float64": Options(dtype="float64", tolerance=1e-7),
+    "banded-low-rank float32": Options(strategy="banded-low-rank", bandwidth=6, rank=4),
+    "banded-low-rank float64": Options(strategy="banded-low-rank", dtype="float64", tolerance=1e-3),
+    "dense float64": Options(strategy="dense"),
+    "dense float32": Options(strategy="dense", dtype="float32"),
+}
+# What each may exceed the lower bound by; a float32 cast moves a column norm by up to 2^-24, the loss by about twice
+# that; a low rank may be too low for a random matrix.
+EXCESS = {
+    "buffered float32": 1e-4,
+    "buffered float64": 1e-7,
+    "banded-low-rank float32": 0.5,
+    "banded-low-rank float64": 1e-3,
+    "dense float64": 1e-8,
+    "dense float32": 1e-6,
+}
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +82,9 @@ class TestGrid:
         B = A @ np.linalg.inv(C)
         sensitivity = np.linalg.norm(C, axis=0).max()
         loss = sensitivity**2 * np.linalg.norm(B) ** 2
-        assert sensitivity <= certificate.sensitivity <= sensitivity * (1 + 1e-9)
+        # the float64 sums of the dense forms have a rounding of their own; strictness is tested in exact arithmetic
+        slack = 1e-13 if strategy.startswith("buffered") else 0
+        assert sensitivity * (1 - slack) <= certificate.sensitivity <= sensitivity * (1 + 1e-9)
         assert loss * (1 - 1e-12) <= certificate.loss <= loss * (1 + 1e-9)
         assert certificate.max_error == pytest.approx(sensitivity * np.linalg.norm(B, axis=1).max(), rel=1e-9)
 
@@ -75,8 +94,7 @@ class TestGrid:
 
     def test_lower_bound_holds_and_is_nearly_reached(self, compiled, workload, strategy):
         certificate = compiled[workload, strategy].certificate
-        # a float32 cast moves each column norm by up to 2^-24, and the loss by about twice that
-        assert 0 <= certificate.excess <= (1e-8 if strategy == "dense float64" else 1e-6)
+        assert 0 <= certificate.excess <= EXCESS[strategy]
 
     def test_other_factorizations_are_worse(self, compiled, workload, strategy):
         """Independent noise, output noise and the square root are factorizations too: none beats the lower bound."""

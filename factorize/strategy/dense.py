@@ -12,12 +12,12 @@ import scipy.linalg
 
 from mmfact.factorize.errors import SolverError, WorkloadError
 from mmfact.factorize.participation import Participation
+from mmfact.factorize.strategy.protocol import DTYPES
 from mmfact.factorize.workload import Workload, check_dense
 
 Array = npt.NDArray[np.float64]
 
 _EPS = float(np.finfo(np.float64).eps)
-DTYPES = ("float32", "float64")
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,6 +76,25 @@ class DenseStrategy:
     @property
     def buffers(self) -> int:
         return self.n
+
+    @property
+    def cost(self) -> int:
+        return self.n
+
+    def parameters(self) -> dict[str, int]:
+        return {}
+
+    def noise_range(self) -> tuple[float, float]:
+        noising = self.noising()
+        return float(np.diag(noising).min()), float(np.linalg.norm(noising, axis=1).max())
+
+    def amplification(self) -> float:
+        """max_i of the standard deviation of the largest row sum, per unit of its own fresh white noise.
+
+        Rows are sums of white rows, in float64; nothing is fed back.
+        """
+        noising = self.noising()
+        return float((np.linalg.norm(noising, axis=1) / np.diag(noising)).max())
 
     def coefficients(self) -> dict[str, npt.NDArray[Any]]:
         return {"packed": self.packed}

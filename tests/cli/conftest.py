@@ -101,16 +101,20 @@ def files() -> Callable[[Path], list[str]]:
     return find
 
 
+DENSE = ("--strategy", "dense")
 KINDS = {
-    "prefix": ("--workload", "prefix-sum", "--n", 9),
-    "sgd": ("--workload", "sgd", "--n", 12, "--lr-schedule", "cosine"),
-    "momentum": ("--workload", "momentum", "--n", 16),
-    "cooldown": ("--workload", "momentum", "--n", 12, "--beta", 0.95, "--lr-schedule", "cooldown"),
-    "coupled": ("--workload", "momentum", "--n", 10, "--weight-decay", 0.02),
-    "decoupled": ("--workload", "sgd", "--n", 10, "--weight-decay", 0.02, "--weight-decay-kind", "decoupled"),
-    "ema": ("--workload", "momentum", "--n", 10, "--ema", 0.9, "--lr-schedule", "warmup:fraction=0.3"),
-    "float32": ("--workload", "momentum", "--n", 10, "--dtype", "float32"),
-    "dense": ("--workload", "sgd", "--n", 10, "--method", "dense"),
+    "prefix": ("--workload", "prefix-sum", "--n", 9, *DENSE),
+    "sgd": ("--workload", "sgd", "--n", 12, "--lr-schedule", "cosine", *DENSE),
+    "momentum": ("--workload", "momentum", "--n", 16, *DENSE),
+    "cooldown": ("--workload", "momentum", "--n", 12, "--beta", 0.95, "--lr-schedule", "cooldown", *DENSE),
+    "coupled": ("--workload", "momentum", "--n", 10, "--weight-decay", 0.02, *DENSE),
+    "decoupled": ("--workload", "sgd", "--n", 10, "--weight-decay", 0.02, "--weight-decay-kind", "decoupled", *DENSE),
+    "ema": ("--workload", "momentum", "--n", 10, "--ema", 0.9, "--lr-schedule", "warmup:fraction=0.3", *DENSE),
+    "float32": ("--workload", "momentum", "--n", 10, "--dtype", "float32", *DENSE),
+    "dense": ("--workload", "sgd", "--n", 10, "--method", "dense", *DENSE),
+    "buffered": ("--workload", "momentum", "--n", 40, "--lr-schedule", "cooldown"),
+    "buffered-float64": ("--workload", "prefix-sum", "--n", 24, "--dtype", "float64", "--buffers", 3),
+    "low-rank": ("--workload", "momentum", "--n", 40, "--strategy", "banded-low-rank", "--bandwidth", 8, "--rank", 6),
 }
 
 
@@ -122,7 +126,7 @@ def vault(tmp_path_factory: pytest.TempPathFactory, mmfact: Callable[..., Ran]) 
     for name, options in KINDS.items():
         assert mmfact("compile", *options, "--name", name, "--store", store).code == 0
     np.save(base / "matrix.npy", np.tril(np.random.default_rng(3).uniform(0.2, 1, (8, 8))) + np.eye(8))
-    custom = ("--workload", "custom", "--matrix", base / "matrix.npy", "--name", "custom")
+    custom = ("--workload", "custom", "--matrix", base / "matrix.npy", "--name", "custom", *DENSE)
     assert mmfact("compile", *custom, "--store", store).code == 0
     return store
 
@@ -159,7 +163,7 @@ def forge() -> Callable[..., str]:
         text = json.dumps(spec, sort_keys=True, separators=(",", ":")).encode()
         with h5py.File("forged", "w", driver="core", backing_store=False) as file:
             for key, array in {"spec": np.frombuffer(text, np.uint8), **chosen}.items():
-                file.create_dataset(key, data=array, chunks=(min(array.size, 1 << 16),), fletcher32=True)
+                file.create_dataset(key, data=array, chunks=array.shape, fletcher32=True)
             file.flush()
             data = bytes(file.id.get_file_image())
         logical = hashlib.sha256(text).hexdigest()
@@ -175,7 +179,7 @@ def forge() -> Callable[..., str]:
 @pytest.fixture
 def damaged(mmfact: Callable[..., Ran], store: Path) -> Path:
     """A store whose only artifact, ref `ref`, has one flipped bit."""
-    assert mmfact("compile", "--workload", "sgd", "--n", 3, "--name", "ref", "--store", store).code == 0
+    assert mmfact("compile", "--workload", "sgd", "--n", 3, "--name", "ref", "--store", store, *DENSE).code == 0
     (path,) = store.glob("*.h5")
     path.chmod(0o644)
     data = bytearray(path.read_bytes())

@@ -33,6 +33,8 @@ def refused(mmfact, store, files):
 SGD = ("--workload", "sgd", "--n", 4)
 MOMENTUM = ("--workload", "momentum", "--n", 4)
 PREFIX = ("--workload", "prefix-sum", "--n", 4)
+DENSE = ("--strategy", "dense")
+LOW_RANK = ("--strategy", "banded-low-rank")
 
 # --- n ---------------------------------------------------------------------------------------------
 
@@ -44,27 +46,44 @@ def test_no_steps(refused, kind, n):
 
 
 @pytest.mark.parametrize("kind", ["prefix-sum", "sgd", "momentum"])
-@pytest.mark.parametrize("n", [8193, 100_000, 10**7, 10**9, 10**12])
-def test_too_many_steps_are_refused_before_allocating(refused, monkeypatch, kind, n):
+@pytest.mark.parametrize(
+    ("n", "strategy"),
+    [
+        *[(n, form) for n in (8193, 100_000, 10**7) for form in (DENSE, LOW_RANK)],
+        *[(n, form) for n in ((1 << 24) + 1, 10**9, 10**12) for form in ((), DENSE, LOW_RANK)],
+    ],
+    ids=str,
+)
+def test_too_many_steps_are_refused_before_allocating(refused, monkeypatch, kind, n, strategy):
     """The message says how much memory it would take; nothing of size n is made."""
     for maker in ("ones", "zeros", "empty", "eye", "arange", "full"):
         monkeypatch.setattr(np, maker, lambda *a, **k: pytest.fail("something was allocated"))
     begun = time.monotonic()
-    message = refused("--workload", kind, "--n", n)
+    message = refused("--workload", kind, "--n", n, *strategy)
     assert "GiB" in message
+    assert " 0 GiB" not in message
     assert str(n) in message
     assert time.monotonic() - begun < 2
 
 
-def test_dense_memory_is_stated_correctly(refused):
+@pytest.mark.parametrize(
+    "options", [DENSE, LOW_RANK, ("--method", "dense"), (*DENSE, "--method", "dense")], ids=" ".join
+)
+def test_dense_memory_is_stated_correctly(refused, options):
     """8 n^2 bytes for one matrix: 74.5 GiB at n = 100,000."""
-    assert "74.5 GiB" in refused("--workload", "momentum", "--n", 100_000)
+    assert "74.5 GiB" in refused("--workload", "momentum", "--n", 100_000, *options)
 
 
+def test_too_large_for_the_dense_method_says_what_asked_for_it(refused):
+    """Momentum has a banded inverse: what asks for matrices is --method dense, and another method is the way out."""
+    assert "method" in refused("--workload", "momentum", "--n", 100_000, "--method", "dense")
+
+
+@pytest.mark.parametrize("strategy", [(), DENSE, LOW_RANK], ids=str)
 @pytest.mark.parametrize("digits", [20, 310, 400])
-def test_absurdly_many_steps(refused, digits):
+def test_absurdly_many_steps(refused, digits, strategy):
     """n beyond the range of floats must not break the message that refuses it."""
-    assert "GiB" in refused("--workload", "prefix-sum", "--n", "1" + "0" * digits)
+    assert "GiB" in refused("--workload", "prefix-sum", "--n", "1" + "0" * digits, *strategy)
 
 
 @pytest.mark.parametrize("kind", ["prefix-sum", "sgd", "momentum"])
@@ -99,6 +118,76 @@ NUMBERS = [
 def test_numbers_outside_their_range(refused, option, value, says):
     """The message names the value and the rule."""
     assert says in refused(*MOMENTUM, option, value)
+
+
+# --- shapes of strategies --------------------------------------------------------------------------
+
+SHAPES = [
+    ((), "--buffers", 0, "buffers = 0 must be"),
+    ((), "--buffers", -1, "buffers = -1 must be"),
+    ((), "--buffers", 3, "buffers = 3 must be between 1 and 2"),
+    ((), "--buffers", 10**30, "must be between 1 and 2"),
+    (LOW_RANK, "--bandwidth", 0, "bandwidth = 0 must be"),
+    (LOW_RANK, "--bandwidth", -2, "bandwidth = -2 must be"),
+    (LOW_RANK, "--bandwidth", 5, "bandwidth = 5 is wider than n = 4 steps"),
+    (LOW_RANK, "--bandwidth", 10**30, "is wider than n = 4 steps"),
+    (LOW_RANK, "--rank", 0, "rank = 0 must be"),
+    (LOW_RANK, "--rank", -1, "rank = -1 must be"),
+    (LOW_RANK, "--rank", 4, "rank = 4 is above 3"),
+    ((*LOW_RANK, "--bandwidth", 3), "--rank", 2, "rank = 2 is above 1"),
+    ((*LOW_RANK, "--bandwidth", 4), "--rank", 1, "rank = 1 is above 0"),
+    (DENSE, "--buffers", 1, "buffers does not apply to strategy dense; use it with buffered"),
+    (LOW_RANK, "--buffers", 1, "buffers does not apply to strategy banded-low-rank; use it with buffered"),
+    ((), "--bandwidth", 1, "bandwidth does not apply to strategy buffered; use it with banded-low-rank"),
+    (DENSE, "--bandwidth", 1, "bandwidth does not apply to strategy dense; use it with banded-low-rank"),
+    ((), "--rank", 1, "rank does not apply to strategy buffered; use it with banded-low-rank"),
+    (DENSE, "--rank", 1, "rank does not apply to strategy dense; use it with banded-low-rank"),
+    (DENSE, "--rank", 0, "rank"),
+]
+
+
+@pytest.mark.parametrize(("strategy", "option", "value", "says"), SHAPES, ids=str)
+@pytest.mark.parametrize("dry", [(), ("--dry-run",)], ids=["compile", "dry run"])
+def test_shapes_that_no_strategy_has(refused, monkeypatch, strategy, option, value, says, dry):
+    """Refused before the solve, and by a dry run too."""
+    monkeypatch.setattr("mmfact.factorize.optimum.solve", lambda *a, **k: pytest.fail("it solved first"))
+    assert says in refused(*MOMENTUM, *strategy, option, value, *dry)
+
+
+@pytest.mark.parametrize(("strategy", "option", "value", "says"), SHAPES, ids=str)
+def test_shapes_that_no_strategy_has_are_not_compared_either(mmfact, monkeypatch, strategy, option, value, says):
+    monkeypatch.setattr("mmfact.factorize.optimum.solve", lambda *a, **k: pytest.fail("it solved first"))
+    ran = mmfact("compare", *MOMENTUM, *strategy, option, value)
+    assert (ran.code, ran.out) == (2, "")
+    assert says in ran.err
+
+
+@pytest.mark.parametrize("value", ["x", "1.5", "nan", "", "0x2", "1e3"])
+@pytest.mark.parametrize(
+    ("strategy", "option"), [((), "--buffers"), (LOW_RANK, "--bandwidth"), (LOW_RANK, "--rank")], ids=str
+)
+def test_shapes_that_are_no_whole_number(mmfact, store, files, strategy, option, value):
+    """click's own message."""
+    ran = mmfact("compile", *MOMENTUM, *strategy, option, value, "--store", store)
+    assert (ran.code, ran.out) == (2, "")
+    assert option in ran.err
+    assert "not a valid integer" in ran.err
+    assert files(store) == []
+
+
+@pytest.mark.parametrize("kind", ["prefix-sum", "custom"])
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 5])
+def test_the_largest_shapes_compile(mmfact, store, tmp_path, kind, n):
+    """What the messages above name as the most is allowed: compiled, stored, verified."""
+    np.save(tmp_path / "m.npy", np.tril(np.random.default_rng(n).uniform(0.1, 1, (n, n))) + np.eye(n))
+    base = ("--workload", "custom", "--matrix", "m.npy") if kind == "custom" else ("--workload", kind, "--n", n)
+    shapes = [("--buffers", max(1, n // 2)), (*LOW_RANK, "--bandwidth", n)]
+    if n > 1:
+        shapes += [(*LOW_RANK, "--rank", n - 1), (*LOW_RANK, "--bandwidth", n - 1, "--rank", 1)]
+    for shape in shapes:
+        ran = mmfact("compile", *base, *shape, "--json", "--store", store)
+        assert (ran.code, ran.err, ran.warnings) == (0, "", ()), shape
+        assert mmfact("verify", ran.json["ref"], "--store", store).code == 0, shape
 
 
 # --- options that do not apply ---------------------------------------------------------------------
@@ -336,14 +425,20 @@ def test_matrix_that_is_too_large_is_refused_unread(refused, tmp_path):
     assert "3.0 GiB" in refused(*CUSTOM, "m.npy")
 
 
-@pytest.mark.parametrize("scale", [1e-300, 1e-200, 1e-100, 1e100, 1e200, 1e300])
-def test_extreme_units_are_refused_or_compiled(mmfact, store, files, tmp_path, scale):
+# The largest excess of a sound answer: that of float64, and that of the default strategy in float32.
+STRATEGIES = [((), 1e-6), (("--dtype", "float64"), 1e-6), (DENSE, 1e-8), ((*LOW_RANK, "--dtype", "float64"), 1e-4)]
+
+
+@pytest.mark.parametrize(("strategy", "excess"), STRATEGIES, ids=str)
+@pytest.mark.parametrize("scale", [1e-300, 1e-200, 1e-100, 1e-59, 1e-20, 1e20, 1e59, 1e100, 1e200, 1e300])
+def test_extreme_units_are_refused_or_compiled(mmfact, store, files, tmp_path, scale, strategy, excess):
     """The unit of the gradients must not matter: either the answer is as good as at 1, or one clear refusal."""
     np.save(tmp_path / "m.npy", GOOD * scale)
-    ran = mmfact("compile", *CUSTOM, "m.npy", "--json", "--store", store)
+    ran = mmfact("compile", *CUSTOM, "m.npy", *strategy, "--json", "--store", store)
     assert ran.warnings == ()
+    assert ran.code == (0 if 1e-60 <= scale <= 1e60 else 2)
     if ran.code == 0:
-        assert ran.json["certificate"]["excess"] <= 1e-8
+        assert ran.json["certificate"]["excess"] <= excess
     else:
         assert ran.code == 2
         assert ran.err.startswith("mmfact: ")
@@ -352,12 +447,22 @@ def test_extreme_units_are_refused_or_compiled(mmfact, store, files, tmp_path, s
 
 @pytest.mark.parametrize("peak", [schedule.SMALLEST_RATE, 1e-20, 1e-9, 1e9, 1e20, schedule.LARGEST_RATE])
 @pytest.mark.parametrize("kind", ["sgd", "momentum"])
-def test_extreme_rates_within_the_limits(mmfact, store, kind, peak):
+@pytest.mark.parametrize(
+    ("strategy", "excess"), [((), 1e-4), (DENSE, 1e-8), ((*LOW_RANK, "--dtype", "float64"), 1e-4)], ids=str
+)
+def test_extreme_rates_within_the_limits(mmfact, store, kind, peak, strategy, excess):
     """Scaling eta by a constant leaves C unchanged; every rate that is not refused must compile as well as 1 does."""
-    rates = ("--lr-schedule", f"constant:peak={peak}")
-    ran = mmfact("compile", "--workload", kind, "--n", 20, *rates, "--json", "--store", store)
+    command = ("compile", "--workload", kind, "--n", 20, *strategy, "--json", "--store", store)
+    ran = mmfact(*command, "--lr-schedule", f"constant:peak={peak}")
     assert (ran.code, ran.err, ran.warnings) == (0, "", ())
-    assert ran.json["certificate"]["excess"] <= 1e-8
+    assert ran.json["certificate"]["excess"] <= excess
+    assert abs(ran.json["certificate"]["excess"] - mmfact(*command).json["certificate"]["excess"]) <= 1e-6
+
+
+@pytest.mark.parametrize("peak", [schedule.SMALLEST_RATE, schedule.LARGEST_RATE])
+def test_decoders_that_float32_cannot_hold(refused, peak):
+    """This strategy stores iterate-space numbers, whose unit is the learning rate's: refused, with the way out."""
+    assert "float64" in refused(*MOMENTUM, *LOW_RANK, "--bandwidth", 2, "--lr-schedule", f"constant:peak={peak}")
 
 
 @pytest.mark.parametrize("peak", [1e-300, 1e-61, 1e61, 1e300])

@@ -150,7 +150,7 @@ def test_verify_of_a_damaged_ref(mmfact, damaged):
 
 
 def test_verify_of_a_newer_file(mmfact, vault, store, forge):
-    forge(vault, "sgd", store, "newer", lambda spec: spec.update(schema_version=2))
+    forge(vault, "sgd", store, "newer", lambda spec: spec.update(schema_version=3))
     assert "Upgrade" in complaint(mmfact("verify", "newer", "--store", store), 1)
 
 
@@ -202,8 +202,12 @@ def test_ref_that_names_something_else(mmfact, store, files):
     for other in (
         ("compile", "--workload", "sgd", "--n", 4),
         (*SMALL, "--tolerance", 1e-3),
-        (*SMALL, "--dtype", "float32"),
+        (*SMALL, "--dtype", "float64"),
         (*SMALL, "--method", "dense"),
+        (*SMALL, "--strategy", "dense"),
+        (*SMALL, "--strategy", "dense", "--dtype", "float32"),
+        (*SMALL, "--strategy", "banded-low-rank"),
+        (*SMALL, "--buffers", 1),
         ("compile", "--workload", "prefix-sum", "--n", 3),
     ):
         ran = mmfact(*other, "--name", "ref", "--store", store)

@@ -44,7 +44,7 @@ def test_help_loads_no_numerics():
     assert not loaded(modules, "numpy", "scipy", "numba", "h5py", "rich", "cvxpy", "cryptography")
 
 
-@pytest.mark.parametrize("command", ["compile", "list", "inspect", "verify"])
+@pytest.mark.parametrize("command", ["compile", "compare", "list", "inspect", "verify"])
 def test_help_of_every_command_has_an_example(mmfact, command):
     """An example that names the command itself, and every option explained."""
     ran = mmfact(command, "--help")
@@ -59,14 +59,14 @@ def test_help_of_every_command_has_an_example(mmfact, command):
 def test_help_lists_every_command(mmfact):
     out = mmfact("--help").out
     assert "Example: mmfact compile" in out
-    for command in ("compile", "list", "inspect", "verify"):
+    for command in ("compile", "compare", "list", "inspect", "verify"):
         assert re.search(rf"^  {command} +\S", out, re.M)
 
 
 def test_examples_in_the_help_work(mmfact, tmp_path):
     """Every line of help that starts with an example is a command that runs (n made small)."""
     store = ("--store", tmp_path / "s")
-    for command in ("compile", "list", "inspect", "verify"):
+    for command in ("compile", "compare", "list", "inspect", "verify"):
         example = re.search(rf"Example: mmfact ({command}.*)", mmfact(command, "--help").out)[1].split()
         if command == "compile":
             example[example.index("2048")] = "8"

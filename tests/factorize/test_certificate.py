@@ -17,7 +17,7 @@ from mmfact.factorize.workload import momentum, prefix_sum
 
 @pytest.fixture(scope="module")
 def found():
-    return compile(momentum(20, learning_rates=schedule.parse("cooldown:peak=0.1", 20)))
+    return compile(momentum(20, learning_rates=schedule.parse("cooldown:peak=0.1", 20)), Options(strategy="dense"))
 
 
 def test_definitions(found, simulated):
@@ -82,7 +82,9 @@ def test_infinite_loss(found):
 def test_excess_of_other_strategies():
     """Input perturbation, C = I, at n = 16: its excess is 136 / 45.6653568 - 1, both golden values."""
     w = prefix_sum(16)
-    certificate = certify(w, DenseStrategy.from_matrix(np.eye(16)), compile(w).optimum, single())
+    certificate = certify(
+        w, DenseStrategy.from_matrix(np.eye(16)), compile(w, Options(strategy="dense")).optimum, single()
+    )
     assert certificate.loss == pytest.approx(136, rel=1e-12)
     assert certificate.excess == pytest.approx(136 / 45.66535681198507 - 1, rel=1e-9)
 
@@ -100,4 +102,4 @@ def test_scaling_a_strategy_changes_nothing(found):
 def test_no_size_has_a_negative_excess(n, method):
     """Computed bounds once sat above computed losses by 9e-16 in 23 of 58 sizes."""
     for w in (prefix_sum(n), momentum(n)):
-        assert compile(w, Options(method=method)).certificate.excess >= 0
+        assert compile(w, Options(strategy="dense", method=method)).certificate.excess >= 0

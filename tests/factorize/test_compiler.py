@@ -42,7 +42,7 @@ def _one_step_workloads():
 )
 def test_one_step(w, loss, method):
     """n = 1: C = 1, the loss is A^2, whatever the workload and method."""
-    found = compile(w, Options(method=method))
+    found = compile(w, Options(strategy="dense", method=method))
     assert found.strategy.to_dense() == pytest.approx(1.0, rel=1e-15)
     assert found.certificate.loss == pytest.approx(loss, rel=1e-12)
     assert found.certificate.excess <= 1e-11
@@ -60,7 +60,7 @@ def test_one_step(w, loss, method):
 )
 def test_factors_multiply_to_a(w, dtype):
     """B C = A to 1e-10, for the very C that is stored, float32 or not."""
-    strategy = compile(w, Options(dtype=dtype)).strategy
+    strategy = compile(w, Options(strategy="dense", dtype=dtype)).strategy
     A = w.dense()
     assert np.abs(strategy.decoder(w) @ strategy.to_dense() - A).max() <= 1e-10 * np.abs(A).max()
 
@@ -78,7 +78,7 @@ def test_any_workload_compiles_to_a_sound_factorization(seed, n, beta, decay, em
     """Lower-triangular, positive diagonal, B C = A, figures recomputed, a bound below a loss close to it."""
     rates = 10 ** np.random.default_rng(seed).uniform(-2, 0, n)
     w = momentum(n, beta=beta, learning_rates=rates, weight_decay=decay[0], weight_decay_kind=decay[1], ema=ema)
-    found = compile(w, Options(dtype=dtype))
+    found = compile(w, Options(strategy="dense", dtype=dtype))
     C = found.strategy.to_dense()
     assert not np.triu(C, 1).any()
     assert (np.diag(C) > 0).all()
@@ -94,7 +94,7 @@ def test_any_workload_compiles_to_a_sound_factorization(seed, n, beta, decay, em
 def test_float32_costs_what_the_cast_costs():
     """Casting each coefficient costs an excess near 1e-6 of its own, and it shows in the certificate."""
     w = prefix_sum(128)
-    double, single = (compile(w, Options(dtype=dtype)) for dtype in ("float64", "float32"))
+    double, single = (compile(w, Options(strategy="dense", dtype=dtype)) for dtype in ("float64", "float32"))
     assert double.certificate.excess <= 1e-11
     assert 1e-9 < single.certificate.excess <= 1e-5
     assert single.certificate.lower_bound == double.certificate.lower_bound
@@ -106,7 +106,7 @@ def test_float32_costs_what_the_cast_costs():
 def test_compiling_again_gives_the_same_bits():
     """Digests of artifacts depend on it."""
     w = momentum(200, learning_rates=schedule.parse("cosine:peak=0.1", 200))
-    one, other = compile(w), compile(w)
+    one, other = compile(w, Options(strategy="dense")), compile(w, Options(strategy="dense"))
     np.testing.assert_array_equal(one.strategy.packed, other.strategy.packed)
     assert one.certificate == other.certificate
 
@@ -114,9 +114,9 @@ def test_compiling_again_gives_the_same_bits():
 def test_tolerance_is_about_what_is_shipped():
     """The float32 cast alone misses a tolerance of 1e-9: the answer is no, whatever the solver reached."""
     w = prefix_sum(64)
-    assert compile(w, Options(tolerance=1e-9)).tolerance_reached
-    assert compile(w, Options(tolerance=1e-4, dtype="float32")).tolerance_reached
-    assert not compile(w, Options(tolerance=1e-9, dtype="float32")).tolerance_reached
+    assert compile(w, Options(strategy="dense", tolerance=1e-9)).tolerance_reached
+    assert compile(w, Options(strategy="dense", tolerance=1e-4, dtype="float32")).tolerance_reached
+    assert not compile(w, Options(strategy="dense", tolerance=1e-9, dtype="float32")).tolerance_reached
 
 
 @pytest.mark.parametrize(
@@ -125,13 +125,15 @@ def test_tolerance_is_about_what_is_shipped():
 )
 def test_solver_tolerance(tolerance, method, expected):
     """min(1e-10, tolerance / 100), but the plain fixed point goes only as far as asked."""
-    assert Options(tolerance=tolerance, method=method).solver_tolerance == pytest.approx(expected, rel=1e-12, abs=0)
+    assert Options(strategy="dense", tolerance=tolerance, method=method).solver_tolerance == pytest.approx(
+        expected, rel=1e-12, abs=0
+    )
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_methods(method):
     """Every method ships within its tolerance, and the certificate says how the bound came about."""
-    found = compile(prefix_sum(48), Options(method=method, tolerance=1e-3))
+    found = compile(prefix_sum(48), Options(strategy="dense", method=method, tolerance=1e-3))
     assert found.tolerance_reached
     assert found.certificate.method == ("dense" if method == "dense" else "structured")
     assert found.optimum.fixed_point == (method == "fixed-point")
@@ -161,7 +163,21 @@ def test_options_are_checked(options, named):
 def test_options_spec_and_label():
     """Spec is JSON and enough to rebuild; the label spells what is not the default."""
     assert Options().label() == ""
-    several = [Options(), Options(dtype="float32"), Options(tolerance=1e-6), Options(method="dense")]
+    assert Options(strategy="buffered", dtype="float32").label() == ""
+    assert Options(strategy="dense", dtype="float64").label() == "-dense"
+    several = [
+        Options(),
+        Options(dtype="float64"),
+        Options(tolerance=1e-6),
+        Options(method="dense"),
+        Options(buffers=3),
+        Options(strategy="dense"),
+        Options(strategy="dense", dtype="float32"),
+        Options(strategy="banded-low-rank"),
+        Options(strategy="banded-low-rank", bandwidth=3),
+        Options(strategy="banded-low-rank", rank=3),
+        Options(strategy="banded-low-rank", bandwidth=3, rank=3),
+    ]
     assert len({options.label() for options in several}) == len(several)
     for options in several:
         assert Options(**json.loads(json.dumps(options.spec()))) == options
@@ -176,7 +192,7 @@ def test_dense_strategy_is_refused_before_allocating(n, method):
     begin = time.perf_counter()
     try:
         with pytest.raises(CapacityError, match="8192"):
-            compile(w, Options(method=method))
+            compile(w, Options(strategy="dense", method=method))
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -187,13 +203,13 @@ def test_dense_strategy_is_refused_before_allocating(n, method):
 def test_structured_method_of_a_custom_matrix():
     """Refused by the solver with the way out."""
     with pytest.raises(WorkloadError, match="dense"):
-        compile(custom(np.tri(4)), Options(method="structured"))
+        compile(custom(np.tri(4)), Options(strategy="dense", method="structured"))
 
 
 def test_progress_is_reported():
     """A long compile is not silent."""
     gaps = []
-    found = compile(prefix_sum(32), on_progress=lambda progress: gaps.append(progress.gap))
+    found = compile(prefix_sum(32), Options(strategy="dense"), on_progress=lambda progress: gaps.append(progress.gap))
     assert len(gaps) == found.optimum.iterations
     assert gaps[-1] < gaps[0]
 
@@ -201,7 +217,7 @@ def test_progress_is_reported():
 def test_custom_matrix_equals_its_optimizer():
     """The same A as a matrix and as an optimizer: one optimum, one strategy, two routes."""
     w = momentum(32, learning_rates=schedule.parse("cooldown", 32))
-    one, other = compile(w), compile(custom(w.dense()))
+    one, other = compile(w, Options(strategy="dense")), compile(custom(w.dense()), Options(strategy="dense"))
     assert one.certificate.method == "structured"
     assert other.certificate.method == "dense"
     assert one.certificate.loss == pytest.approx(other.certificate.loss, rel=1e-10)
@@ -211,7 +227,10 @@ def test_custom_matrix_equals_its_optimizer():
 def test_signs_of_a_do_not_matter():
     """Flipping the sign of rows of A changes neither the loss nor C."""
     A = np.tri(12) + np.diag(np.arange(12.0))
-    one, other = compile(custom(A)), compile(custom(A * np.where(np.arange(12) % 3 == 0, -1.0, 1.0)[:, None]))
+    one, other = (
+        compile(custom(A), Options(strategy="dense")),
+        compile(custom(A * np.where(np.arange(12) % 3 == 0, -1.0, 1.0)[:, None]), Options(strategy="dense")),
+    )
     assert one.certificate.loss == pytest.approx(other.certificate.loss, rel=1e-12)
     np.testing.assert_allclose(one.strategy.to_dense(), other.strategy.to_dense(), atol=1e-9)
 
@@ -221,11 +240,11 @@ def test_adopted_strategies_get_a_certificate():
     w = prefix_sum(16)
     found = adopt(w, DenseStrategy.from_matrix(np.eye(16)))
     assert found.origin == "given"
-    assert compile(w).origin == "compiled"
+    assert compile(w, Options(strategy="dense")).origin == "compiled"
     assert found.certificate.loss == pytest.approx(136.0, rel=1e-12)
     assert found.certificate.lower_bound == pytest.approx(45.66535681198507, rel=1e-9)
     assert not found.tolerance_reached
-    best = adopt(w, compile(w, Options(dtype="float32")).strategy)
+    best = adopt(w, compile(w, Options(strategy="dense", dtype="float32")).strategy)
     assert best.tolerance_reached
     assert best.options.dtype == "float32"
 
@@ -238,7 +257,7 @@ def test_adopting_a_strategy_of_another_horizon():
 
 def test_results_are_frozen():
     """A factorization is a record."""
-    found = compile(prefix_sum(3))
+    found = compile(prefix_sum(3), Options(strategy="dense"))
     for record, name in ((found, "strategy"), (found.certificate, "loss"), (found.optimum, "lower_bound")):
         with pytest.raises(dataclasses.FrozenInstanceError):
             setattr(record, name, None)
@@ -250,7 +269,7 @@ def test_workloads_that_overflow():
         momentum(3, learning_rates=[1e60, 1e-60, 1.0])
     for rates in ([1e20, 1e-20, 1.0], [1e-60] * 3, [1e60] * 3, [1.0, 1e-24, 1e24]):
         try:
-            certificate = compile(momentum(3, learning_rates=rates)).certificate
+            certificate = compile(momentum(3, learning_rates=rates), Options(strategy="dense")).certificate
         except SolverError:
             continue
         assert math.isfinite(certificate.loss)

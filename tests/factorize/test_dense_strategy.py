@@ -51,7 +51,7 @@ def optimal_x(A, v):
 )
 def test_orientation(w, method):
     """C lower-triangular with C'C = X, not C C' = X: a public library has it the wrong way round."""
-    found = compile(w, Options(method=method))
+    found = compile(w, Options(strategy="dense", method=method))
     C = found.strategy.to_dense()
     assert not np.triu(C, 1).any()
     assert (np.diag(C) > 0).all()
@@ -67,7 +67,7 @@ def test_orientation(w, method):
 def test_figures_are_those_of_c(method, simulated):
     """Sensitivity, loss and max error by numpy.linalg.inv of C and a simulated optimizer, to 1e-12."""
     w = momentum(24, learning_rates=schedule.parse("cooldown:peak=0.1", 24), weight_decay=0.1)
-    strategy = compile(w, Options(method=method)).strategy
+    strategy = compile(w, Options(strategy="dense", method=method)).strategy
     C = strategy.to_dense()
     B = simulated(w) @ np.linalg.inv(C)
     sensitivity = np.linalg.norm(C, axis=0).max()
@@ -81,7 +81,7 @@ def test_figures_are_those_of_c(method, simulated):
 @methods
 def test_shipped_columns_are_normalised(method):
     """Every column of the optimum has norm 1, so every step is protected by all of the noise."""
-    norms = compile(momentum(40), Options(method=method)).strategy.column_norms()
+    norms = compile(momentum(40), Options(strategy="dense", method=method)).strategy.column_norms()
     np.testing.assert_allclose(norms, 1, rtol=1e-13)
 
 
@@ -120,7 +120,7 @@ def test_normalising_far_from_the_optimum_is_not_forced():
 )
 def test_figures_of_the_cast_coefficients_are_rounded_up(w, method, dtype, exact_matrix, exact_figures):
     """In exact arithmetic on the stored numbers: nothing is understated, nothing overstated by more than 1e-12."""
-    found = compile(w, Options(method=method, dtype=dtype))
+    found = compile(w, Options(strategy="dense", method=method, dtype=dtype))
     assert found.strategy.dtype == dtype
     sensitivity2, frobenius2, row2 = exact_figures(exact_matrix(w), found.strategy.to_dense())
     certificate = found.certificate
@@ -135,7 +135,7 @@ def test_figures_of_the_cast_coefficients_are_rounded_up(w, method, dtype, exact
 
 def test_float32_sensitivity_is_not_assumed_to_be_one():
     """After the cast a column norm is 1 + 1e-8 or so; the figure follows the cast numbers."""
-    strategy = compile(prefix_sum(64), Options(dtype="float32")).strategy
+    strategy = compile(prefix_sum(64), Options(strategy="dense", dtype="float32")).strategy
     norms = np.sqrt((strategy.to_dense() ** 2).sum(axis=0))
     assert norms.max() > 1 + 1e-9
     assert norms.max() <= strategy.sensitivity(single()) <= norms.max() * (1 + 1e-12)
@@ -382,7 +382,7 @@ def test_lower_triangular_pair_refuses(B, C):
 def test_streaming_rows(dtype):
     """The runtime streams C^-1, or A C^-1 for a given A, at a sensitivity at or just above that of C."""
     w = momentum(24, learning_rates=schedule.parse("cooldown", 24))
-    strategy = compile(w, Options(dtype=dtype)).strategy
+    strategy = compile(w, Options(strategy="dense", dtype=dtype)).strategy
     C, A = strategy.to_dense(), w.dense()
     inverse = np.linalg.inv(C)
     sensitivity = np.linalg.norm(C, axis=0).max()
@@ -399,7 +399,7 @@ def test_streaming_sensitivity_covers_the_rounded_rows():
     """What float64 rows really stream is their own inverse: at 60 digits its column norms are within the figure."""
     rates = 10 ** np.random.default_rng(3).uniform(-3, 0, 24)
     w = momentum(24, beta=0.99, learning_rates=rates)
-    strategy = compile(w).strategy
+    strategy = compile(w, Options(strategy="dense")).strategy
     for A in (None, w.dense()):
         found = strategy.streaming(single(), A)
         with mpmath.workdps(60):

@@ -33,7 +33,7 @@ def _title(entry):
 @pytest.mark.parametrize("entry", ENTRIES, ids=_title)
 def test_golden_optima(entry, method, golden_workload):
     """The shipped loss is the known optimum to 1e-9, the bound is below it, the excess is honest and tiny."""
-    found = compile(golden_workload(entry), Options(method=method))
+    found = compile(golden_workload(entry), Options(strategy="dense", method=method))
     assert found.certificate.loss == pytest.approx(entry["loss"], rel=1e-9)
     assert found.certificate.rmse == pytest.approx(entry["rmse"], rel=1e-9)
     assert found.optimum.lower_bound <= entry["loss"] * (1 + SLACK)
@@ -59,7 +59,7 @@ def test_golden_optima(entry, method, golden_workload):
 def test_large_golden_optima(name, w):
     """The structured route at sizes where the dense one takes minutes."""
     truth = GOLDENS["optimal_large"][name]
-    found = compile(w, Options(method="structured"))
+    found = compile(w, Options(strategy="dense", method="structured"))
     assert found.certificate.loss == pytest.approx(truth, rel=1e-9)
     assert found.optimum.lower_bound <= truth * (1 + SLACK)
     assert found.certificate.excess <= 1e-8
@@ -68,7 +68,7 @@ def test_large_golden_optima(name, w):
 @pytest.mark.parametrize("method", ["structured", "dense"])
 def test_two_steps_are_the_golden_ratio(method):
     """Prefix sums of two steps: the optimum is the golden ratio squared, (3 + sqrt 5) / 2."""
-    found = compile(prefix_sum(2), Options(method=method))
+    found = compile(prefix_sum(2), Options(strategy="dense", method=method))
     truth = (3 + math.sqrt(5)) / 2
     assert found.certificate.loss == pytest.approx(truth, rel=1e-13)
     assert found.optimum.lower_bound <= truth <= found.certificate.loss
@@ -108,7 +108,7 @@ def test_closed_forms(w, loss, method):
         with pytest.raises(WorkloadError, match="dense"):
             solve(w, method=method)
         return
-    found = compile(w, Options(method=method))
+    found = compile(w, Options(strategy="dense", method=method))
     assert found.certificate.loss == pytest.approx(loss, rel=1e-10 if method != "fixed-point" else 1e-4)
     assert found.optimum.lower_bound <= loss
 
@@ -116,7 +116,7 @@ def test_closed_forms(w, loss, method):
 def test_diagonal_workloads_have_nothing_to_gain():
     """C = I is optimal for any diagonal A: every release is its own; the loss is the sum of squares."""
     a = np.random.default_rng(0).uniform(0.1, 3, 12)
-    found = compile(custom(np.diag(a)))
+    found = compile(custom(np.diag(a)), Options(strategy="dense"))
     assert found.certificate.loss == pytest.approx(float((a**2).sum()), rel=1e-10)
     np.testing.assert_allclose(found.strategy.to_dense(), np.eye(12), atol=1e-12)
 
@@ -316,7 +316,7 @@ def test_tolerance_is_kept(entry, tolerance, golden_workload):
 def test_schedules_over_many_decades(text, beta):
     """Named schedules reach six decades easily; Newton's line search must get through (it once gave up at 7 %)."""
     w = momentum(64, beta=beta, learning_rates=schedule.parse(text, 64))
-    found = compile(w)
+    found = compile(w, Options(strategy="dense"))
     assert found.optimum.converged
     assert found.certificate.excess <= 1e-6
 
@@ -326,7 +326,7 @@ def test_random_schedules_over_six_decades(seed):
     """Harsher than any schedule in use: what claims to have converged has, and the certificate stays honest."""
     rng = np.random.default_rng(seed)
     w = momentum(24, beta=0.99, learning_rates=10 ** rng.uniform(-6, 0, 24), weight_decay=0.5)
-    found = compile(w)
+    found = compile(w, Options(strategy="dense"))
     assert found.certificate.excess <= 1e-6 or not found.optimum.converged
     other = solve(w, method="dense")
     assert other.lower_bound <= found.certificate.loss * (1 + SLACK)
@@ -335,7 +335,7 @@ def test_random_schedules_over_six_decades(seed):
 def test_converged_is_never_claimed_in_vain():
     """Eight decades: a bound 2.7 % below the optimum (the dense route finds 21.8309) may not be called converged."""
     w = momentum(24, learning_rates=10 ** np.random.default_rng(6).uniform(-8, 0, 24))
-    found, dense_found = compile(w), compile(w, Options(method="dense"))
+    found, dense_found = compile(w, Options(strategy="dense")), compile(w, Options(strategy="dense", method="dense"))
     assert dense_found.certificate.excess <= 1e-9
     assert found.certificate.lower_bound <= dense_found.certificate.loss * (1 + SLACK)
     assert found.certificate.excess <= 1e-6 or not found.optimum.converged

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from mmfact.factorize import schedule
-from mmfact.factorize.compiler import compile
+from mmfact.factorize.compiler import Options, compile
 from mmfact.factorize.errors import CapacityError
 from mmfact.factorize.reference import LARGEST_REFERENCE, reference_loss
 from mmfact.factorize.workload import custom, momentum, prefix_sum, sgd
@@ -14,7 +14,7 @@ ACCURACY = 1e-5
 
 
 def _agrees(w):
-    found = compile(w)
+    found = compile(w, Options(strategy="dense"))
     truth = reference_loss(w)
     assert found.certificate.loss == pytest.approx(truth, rel=ACCURACY)
     assert found.certificate.lower_bound <= truth * (1 + ACCURACY)

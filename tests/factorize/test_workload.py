@@ -195,7 +195,7 @@ def test_bands_and_optimizer_agree_everywhere(w, simulated):
 def test_unit_of_the_learning_rate_does_not_matter(factor, method):
     """Scaling eta by one constant leaves C alone (an absolute stopping rule once returned C = I at rate .01)."""
     rates = schedule.parse("cooldown", 16).rates
-    options = compiler.Options(method=method)
+    options = compiler.Options(strategy="dense", method=method)
     plain = compiler.compile(momentum(16, learning_rates=rates), options)
     scaled = compiler.compile(momentum(16, learning_rates=rates * factor), options)
     np.testing.assert_allclose(scaled.strategy.to_dense(), plain.strategy.to_dense(), atol=1e-9)

@@ -49,7 +49,9 @@ def artifact_of() -> Callable[..., Artifact]:
     """artifact_of(workload, dtype="float64"): compiled in memory."""
 
     def build(work: workload.Workload, dtype: str = "float64") -> Artifact:
-        return from_factorization(compiler.compile(work, compiler.Options(dtype=dtype, tolerance=0.5)))
+        return from_factorization(
+            compiler.compile(work, compiler.Options(strategy="dense", dtype=dtype, tolerance=0.5))
+        )
 
     return build
 
@@ -74,6 +76,109 @@ def case(artifact_of: Callable[..., Artifact]) -> Callable[..., Case]:
         return made[name, n, dtype]
 
     return build
+
+
+STEPS = 12
+
+
+@dataclass(frozen=True)
+class Built:
+    """An artifact of one strategy with the exact matrices of its stored coefficients, each made without mmfact's.
+
+    Rows in gradient space are `noising` @ Z, rows in iterate space `decoder` @ Z, both times sigma, clip norm and the
+    sensitivity of C = noising^-1; `A` comes from a simulated optimizer.
+    """
+
+    artifact: Artifact
+    A: Array
+    C: Array
+    noising: Array
+    decoder: Array
+
+    def matrix(self, space: str) -> Array:
+        return self.decoder if space == "iterate" else self.noising
+
+
+def _workloads(n: int) -> dict[str, workload.Workload]:
+    random = np.random.default_rng(7)
+    matrix = np.tril(random.standard_normal((n, n)), -1) / 2 + np.diag(random.uniform(0.8, 1.5, n))
+    return {
+        "prefix": workload.prefix_sum(n),
+        "momentum": workload.momentum(n),
+        "cooldown": workload.momentum(n, beta=0.95, learning_rates=schedule.named("cooldown", n)),
+        "decay": workload.momentum(n, learning_rates=np.geomspace(1, 0.1, n), weight_decay=0.05),
+        "ema": workload.sgd(n, learning_rates=np.geomspace(0.1, 1, n), ema=0.8),
+        "wide": workload.momentum(n, ema=0.9),
+        "custom": workload.custom(matrix),
+    }
+
+
+def _optimizer(work: workload.Workload) -> Array:
+    """A from its definition, with coupled weight decay: the optimizer run on unit gradients."""
+    if work.matrix is not None:
+        return np.array(work.matrix)
+    position, buffer, average, rows = np.zeros(work.n), np.zeros(work.n), np.zeros(work.n), []
+    for i, eta in enumerate(work.learning_rates):
+        buffer = work.beta * buffer + np.eye(work.n)[i] - work.weight_decay * position
+        position = position + eta * buffer
+        average = work.ema * average + (1 - work.ema) * position
+        rows.append(average)
+    return np.array(rows)
+
+
+def _exact(artifact: Artifact, A: Array) -> Built:
+    """Entry by entry from the definition of each strategy, then numpy's inverse."""
+    n, held = artifact.n, {k: v.astype(np.float64) for k, v in artifact.strategy.coefficients().items()}
+    M = np.zeros((n, n))
+    if artifact.strategy.kind == "banded-low-rank":
+        K = held["band"].shape[1]
+        for i in range(n):
+            for j in range(i + 1):
+                M[i, j] = held["band"][i, i - j] if i - j < K else held["left"][i] @ held["right"][j]
+        return Built(artifact, A, np.linalg.solve(M, A), np.linalg.solve(A, M), M)
+    for i in range(n):
+        for j in range(i + 1):
+            if artifact.strategy.kind == "dense":
+                M[i, j] = held["packed"][i * (i + 1) // 2 + j]
+            elif i == j:
+                M[i, i] = held["c"][i]
+            else:
+                M[i, j] = held["g"][i] @ (held["decay"][j + 1 : i].prod(axis=0) * held["q"][j])
+    inverse = np.linalg.inv(M)
+    return Built(artifact, A, M, inverse, A @ inverse)
+
+
+@pytest.fixture(scope="session")
+def built() -> Callable[..., Built]:
+    """built(strategy, dtype="float64", name="momentum", n=STEPS): compiled once a session, with several buffers."""
+    made: dict[tuple[str, str, str, int], Built] = {}
+    chosen = {"dense": {}, "buffered": {"buffers": 3}, "banded-low-rank": {"bandwidth": 3, "rank": 2}}
+
+    def build(strategy: str, dtype: str = "float64", name: str = "momentum", n: int = STEPS) -> Built:
+        if (strategy, dtype, name, n) not in made:
+            work = _workloads(n)[name]
+            options = compiler.Options(strategy=strategy, dtype=dtype, tolerance=0.5, **chosen[strategy])
+            made[strategy, dtype, name, n] = _exact(
+                from_factorization(compiler.compile(work, options)), _optimizer(work)
+            )
+        return made[strategy, dtype, name, n]
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def fed() -> Callable[[NoiseStream, Array], Array]:
+    """fed(stream, Z): the rows that are left, the rows of Z (of the whole vector) in place of the source's."""
+
+    def run(stream: NoiseStream, Z: Array) -> Array:
+        def row(self: Any, step: int, offset: int, size: int) -> Array:
+            return Z[step, offset : offset + size].astype(stream.dtype)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(noise_source.NoiseSource, "row", row)
+            return np.array([stream.next() for _ in range(stream.horizon - stream.step)])
+
+    return run
 
 
 @pytest.fixture(scope="session")

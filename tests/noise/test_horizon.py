@@ -169,7 +169,7 @@ def test_rows_do_not_depend_on_how_many_white_rows_are_kept(
 ) -> None:
     """A large model keeps none and draws again; a small machine must not get other noise than a large one."""
     whole = rows_of(stream(run=bytes(16)))
-    monkeypatch.setattr("mmfact.noise.stream.HISTORY_BYTES", limit)
+    monkeypatch.setattr("mmfact.noise.stepping.HISTORY_BYTES", limit)
     made = stream(run=bytes(16))
     np.testing.assert_array_equal(rows_of(made, 9), whole[:9])
     made.skip_to(12)
@@ -181,7 +181,7 @@ def test_white_rows_are_kept_up_to_the_limit(
     limit: int, draws: int, words: list[np.ndarray], stream: Any, rows_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Within the limit each row is drawn once; beyond it, again at each step, so that memory stays bounded."""
-    monkeypatch.setattr("mmfact.noise.stream.HISTORY_BYTES", limit)
+    monkeypatch.setattr("mmfact.noise.stepping.HISTORY_BYTES", limit)
     rows_of(stream())
     assert len(words) == draws
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from mmfact.factorize import workload
-from mmfact.factorize.compiler import compile
+from mmfact.factorize.compiler import Options, compile
 from mmfact.factorize.errors import StoreError
 from mmfact.store import format, publish
 from mmfact.store.store import ArtifactStore, read
@@ -314,7 +314,10 @@ print(len(seen), reads)
 def test_readers_never_see_a_partial_file(store, python, tmp_path):
     """Two processes read everything in the store again and again while 25 artifacts are published."""
     store.prepare()
-    factorizations = [compile(workload.sgd(24, learning_rates=np.linspace(1, 0.5 + i / 50, 24))) for i in range(25)]
+    factorizations = [
+        compile(workload.sgd(24, learning_rates=np.linspace(1, 0.5 + i / 50, 24)), Options(strategy="dense"))
+        for i in range(25)
+    ]
     stop = tmp_path / "stop"
     readers = [python(READER, store.path, stop) for _ in range(2)]
     for reader in readers:
@@ -333,7 +336,7 @@ WRITER = """
 import sys, time
 from pathlib import Path
 from mmfact.factorize import workload
-from mmfact.factorize.compiler import compile
+from mmfact.factorize.compiler import Options, compile
 from mmfact.store.store import ArtifactStore
 if len(sys.argv) > 3:
     import errno, os

@@ -1,0 +1,627 @@
+"""Every strategy in both spaces: the rows are those of the stored coefficients, in whatever way they are asked for.
+
+The matrices that rows are compared with are built entry by entry in conftest.py (`Built`), n = 12.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import threading
+import tracemalloc
+from collections.abc import Callable
+from typing import Any
+
+import mpmath
+import numpy as np
+import pytest
+
+from mmfact.factorize import compiler, schedule, workload
+from mmfact.factorize.errors import CapacityError, HorizonError, MmfactError, PrivacyError
+from mmfact.factorize.strategy.banded_low_rank import BandedLowRankStrategy
+from mmfact.factorize.strategy.buffered import BufferedStrategy
+from mmfact.noise import NoiseStream
+from mmfact.noise.source import NoiseSource
+from mmfact.noise.stepping import stepping
+from mmfact.store.format import from_factorization
+
+STEPS = 12
+SIGMA, CLIP = 1.3, 0.7
+STREAMS, ALARM = 20_000, 1e-6
+WORKLOADS = ["prefix", "momentum", "cooldown", "decay", "ema", "custom"]
+STRATEGIES = ["dense", "buffered", "banded-low-rank"]
+
+both_spaces = pytest.mark.parametrize("space", ["gradient", "iterate"])
+both_dtypes = pytest.mark.parametrize("dtype", ["float32", "float64"])
+both_precisions = pytest.mark.parametrize("coefficients", ["float32", "float64"])
+workloads = pytest.mark.parametrize("name", WORKLOADS)
+strategies = pytest.mark.parametrize("strategy", STRATEGIES)
+recursive = pytest.mark.parametrize("strategy", ["buffered", "banded-low-rank"])
+# A workload with a recursion of its own and one without: every stepper and every pair of them.
+two_workloads = pytest.mark.parametrize("name", ["ema", "custom"])
+
+
+def sums(made: Any, space: str) -> np.ndarray:
+    """For each row: the standard deviation of all that is added up for it, before anything cancels, at unit noise.
+
+    A row in a precision of unit roundoff u is off by a small multiple of u times this.
+    """
+    coefficients = {k: np.abs(v.astype(np.float64)) for k, v in made.artifact.strategy.coefficients().items()}
+    y = np.linalg.norm(made.noising, axis=1)
+    if made.artifact.strategy.kind == "dense":
+        own = y
+    elif made.artifact.strategy.kind == "buffered":
+        h, own = np.zeros_like(coefficients["g"][0]), np.zeros(len(y))
+        for i in range(len(y)):  # an upper bound of the buffers' size, by the triangle inequality
+            own[i] = (1 + coefficients["g"][i] @ h) / coefficients["c"][i]
+            h = coefficients["decay"][i] * h + coefficients["q"][i] * y[i]
+    else:
+        reach = np.cumsum(coefficients["right"], axis=0)
+        K = coefficients["band"].shape[1]
+        own = coefficients["band"].sum(axis=1)
+        own[K:] += np.einsum("ik,ik->i", coefficients["left"][K:], reach[:-K])
+        return own if space == "iterate" else np.abs(np.linalg.inv(made.A)) @ own
+    return np.abs(made.A) @ own if space == "iterate" else own
+
+
+# --- what the rows are -----------------------------------------------------------------------------
+
+
+@strategies
+@both_precisions
+@workloads
+@both_spaces
+@both_dtypes
+def test_rows_are_those_of_the_stored_coefficients(
+    strategy: str, coefficients: str, name: str, space: str, dtype: str, built: Any, stream: Any, fed: Any
+) -> None:
+    """Unit vectors for Z give C^-1 or A C^-1: to 1e-9 in float64, in float32 to 16 roundings of what is added up."""
+    made = built(strategy, coefficients, name)
+    run = stream(made.artifact, STEPS, space=space, dtype=dtype)
+    expected = SIGMA * CLIP * run.sensitivity * made.matrix(space)
+    rows = fed(run, np.eye(STEPS))
+    assert rows.dtype == dtype
+    assert not np.triu(rows, 1).any()
+    if dtype == "float64":
+        np.testing.assert_allclose(rows, expected, rtol=0, atol=1e-9 * np.abs(expected).max())
+    else:
+        off = np.abs(rows - expected).max(axis=1)
+        assert (off <= 16 * 2.0**-24 * SIGMA * CLIP * run.sensitivity * sums(made, space)).all()
+
+
+@strategies
+@both_precisions
+@workloads
+def test_iterate_rows_are_the_optimizer_run_over_gradient_rows(
+    strategy: str, coefficients: str, name: str, built: Any, stream: Any, rows_of: Any
+) -> None:
+    """theta_0 - (A G + B Z) and the optimizer fed with G + C^-1 Z are one run: two spaces, the same white rows.
+
+    Up to the sensitivity used, which in one space may have a larger margin for rounding.
+    """
+    made = built(strategy, coefficients, name)
+    gradient = stream(made.artifact, 40, dtype="float64", run=bytes(16))
+    iterate = stream(made.artifact, 40, dtype="float64", space="iterate", run=bytes(16))
+    expected = made.A @ rows_of(gradient) * (iterate.sensitivity / gradient.sensitivity)
+    np.testing.assert_allclose(rows_of(iterate), expected, rtol=0, atol=1e-10 * np.abs(expected).max())
+
+
+@recursive
+@two_workloads
+@both_spaces
+@both_dtypes
+def test_covariance_of_a_long_row(
+    strategy: str, name: str, space: str, dtype: str, built: Any, stream: Any, rows_of: Any, covariance_bound: Any
+) -> None:
+    """20,000 streams with the real source, seeded; false-alarm rate 1e-6 for each test (see `covariance_bound`)."""
+    made = built(strategy, "float32", name)
+    run = stream(made.artifact, STREAMS, space=space, dtype=dtype, run=bytes(16))
+    M = SIGMA * CLIP * run.sensitivity * made.matrix(space)
+    rows = rows_of(run).astype(np.float64)
+    Sigma = M @ M.T
+    assert (np.abs(rows @ rows.T / STREAMS - Sigma) <= covariance_bound(Sigma, STREAMS, ALARM)).all()
+
+
+@recursive
+@both_spaces
+def test_the_covariance_test_would_notice(
+    strategy: str, space: str, built: Any, stream: Any, rows_of: Any, covariance_bound: Any
+) -> None:
+    """Noise 10 % too small, the other space's noise and white noise all lie outside the bound."""
+    made = built(strategy, "float32", "momentum")
+    run = stream(made.artifact, STREAMS, space=space, dtype="float64", run=bytes(16))
+    rows = rows_of(run)
+    other = "gradient" if space == "iterate" else "iterate"
+    scale = SIGMA * CLIP * run.sensitivity
+    for wrong in (scale * made.matrix(space) / 0.9, scale * made.matrix(other), scale * np.eye(STEPS)):
+        Sigma = wrong @ wrong.T
+        assert (np.abs(rows @ rows.T / STREAMS - Sigma) > covariance_bound(Sigma, STREAMS, ALARM)).any()
+
+
+@recursive
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+@both_spaces
+def test_the_shortest_horizons(strategy: str, n: int, space: str, stream: Any, fed: Any) -> None:
+    """n = 1..4, with whatever the compiler chooses (a band as wide as the matrix leaves no rank), to 1e-12."""
+    work = workload.momentum(n, learning_rates=np.linspace(1, 0.5, n), ema=0.5)
+    artifact = from_factorization(compiler.compile(work, compiler.Options(strategy=strategy)))
+    run = stream(artifact, n, space=space, dtype="float64")
+    C, A = artifact.strategy.to_dense(), work.dense()
+    expected = SIGMA * CLIP * run.sensitivity * (A if space == "iterate" else np.eye(n)) @ np.linalg.inv(C)
+    np.testing.assert_allclose(fed(run, np.eye(n)), expected, rtol=0, atol=1e-12 * np.abs(expected).max())
+    with pytest.raises(HorizonError):
+        run.next()
+
+
+# --- however they are asked for --------------------------------------------------------------------
+
+
+@strategies
+@two_workloads
+@both_spaces
+@both_dtypes
+def test_any_shard_has_the_rows_of_the_whole(
+    strategy: str, name: str, space: str, dtype: str, built: Any, stream: Any, rows_of: Any
+) -> None:
+    """Bit for bit, single elements and odd offsets too: loops over elements must not round differently by position."""
+    artifact = built(strategy, "float32", name).artifact
+    options = {"space": space, "dtype": dtype, "run": bytes(16), "name": "w"}
+    whole = rows_of(stream(artifact, 75, **options))
+    for first, size in [(0, 1), (1, 1), (74, 1), (3, 2), (5, 7), (13, 62), (0, 64)]:
+        shard = rows_of(stream(artifact, size, offset=first, total=75, **options))
+        np.testing.assert_array_equal(shard, whole[:, first : first + size])
+
+
+@strategies
+@two_workloads
+@both_spaces
+@both_dtypes
+def test_skipping_is_stepping_without_looking(
+    strategy: str, name: str, space: str, dtype: str, built: Any, stream: Any, rows_of: Any
+) -> None:
+    """From any step to any other, bit for bit, also in several leaps."""
+    artifact = built(strategy, "float64", name).artifact
+    options = {"space": space, "dtype": dtype, "run": bytes(16)}
+    rows = rows_of(stream(artifact, 5, **options))
+    for start in range(STEPS):
+        for to in range(start, STEPS, 4):
+            leaping = stream(artifact, 5, **options)
+            rows_of(leaping, start)
+            leaping.skip_to(to)
+            np.testing.assert_array_equal(leaping.next(), rows[to])
+            if to < STEPS - 1:
+                leaping.skip_to(STEPS - 1)
+                np.testing.assert_array_equal(leaping.next(), rows[STEPS - 1])
+
+
+@strategies
+@two_workloads
+@both_spaces
+@both_dtypes
+def test_a_restored_stream_continues_bit_for_bit(
+    strategy: str, name: str, space: str, dtype: str, built: Any, stream: Any, rows_of: Any, key: Any
+) -> None:
+    """Saved at every step, through JSON; restored twice from one state, and again from the restored one."""
+    artifact = built(strategy, "float32", name).artifact
+    run = stream(artifact, 5, offset=3, total=9, space=space, dtype=dtype)
+    rows, states = [], []
+    for _ in range(STEPS):
+        states.append(json.dumps(run.state_dict()))
+        rows.append(run.next())
+    for step, text in enumerate(states):
+        for _ in range(2):
+            again = NoiseStream.restore(artifact, json.loads(text), key=key, resume="unpublished")
+            np.testing.assert_array_equal(again.next(), rows[step])
+        thrice = NoiseStream.restore(artifact, again.state_dict(), key=key, resume="unpublished")
+        np.testing.assert_array_equal(rows_of(thrice).reshape(-1, 5), np.array(rows[step + 1 :]).reshape(-1, 5))
+
+
+@strategies
+@two_workloads
+@both_spaces
+@both_dtypes
+def test_a_stepper_serves_any_step_at_any_time(
+    strategy: str, name: str, space: str, dtype: str, built: Any, key: Any
+) -> None:
+    """Earlier, later and repeated steps in random order: values as in order. What recovers from Ctrl-C rests on it."""
+    artifact = built(strategy, "float64", name).artifact
+    source = NoiseSource(key, bytes(16), artifact.digest, "", np.dtype(dtype))
+
+    def draw(step: int) -> np.ndarray:
+        return source.row(step, 0, 7)
+
+    way = stepping(artifact, space)
+    rows = []
+    stepper = way.start(0.9, 7, np.dtype(dtype))
+    for step in range(STEPS):
+        rows.append(stepper.row(step, draw).copy())
+        assert rows[-1].dtype == np.float64
+        assert rows[-1].shape == (7,)
+    random = np.random.default_rng(1)
+    for stepper in (stepper, way.start(0.9, 7, np.dtype(dtype))):
+        for step in [0, STEPS - 1, STEPS - 1, 0, *random.integers(0, STEPS, 60)]:
+            np.testing.assert_array_equal(stepper.row(int(step), draw), rows[step])
+
+
+@strategies
+@two_workloads
+@both_spaces
+@both_dtypes
+def test_rows_belong_to_the_caller(
+    strategy: str, name: str, space: str, dtype: str, built: Any, stream: Any, rows_of: Any
+) -> None:
+    """A row does not change later, and a caller who writes into it, or into `out`, does not change what follows."""
+    artifact = built(strategy, "float64", name).artifact
+    options = {"space": space, "dtype": dtype, "run": bytes(16)}
+    expected = rows_of(stream(artifact, 5, **options))
+    run = stream(artifact, 5, **options)
+    kept = [run.next() for _ in range(STEPS)]
+    np.testing.assert_array_equal(kept, expected)
+    assert not any(np.shares_memory(a, b) for i, a in enumerate(kept) for b in kept[:i])
+    run, out = stream(artifact, 5, **options), np.empty(5, dtype)
+    for step in range(STEPS):
+        row = run.next(out if step % 2 else None)
+        assert (row is out) == bool(step % 2)
+        np.testing.assert_array_equal(row, expected[step])
+        row[:] = np.nan
+
+
+@strategies
+@both_spaces
+def test_two_threads_never_share_a_row(strategy: str, space: str, built: Any, stream: Any, rows_of: Any) -> None:
+    """Four threads on one stream, switched every 10 microseconds: each row comes out once, whole and right."""
+    artifact = built(strategy, "float32", "cooldown", 60).artifact
+    size = 2_000
+    expected = rows_of(stream(artifact, size, space=space, run=bytes(16)))
+    run = stream(artifact, size, space=space, run=bytes(16))
+    seen: list[np.ndarray] = []
+    start = threading.Barrier(4)
+
+    def work() -> None:
+        start.wait()
+        while True:
+            try:
+                seen.append(run.next())
+            except HorizonError:
+                return
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        threads = [threading.Thread(target=work) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+    finally:
+        sys.setswitchinterval(interval)
+    assert len(seen) == 60
+    order = {row.tobytes(): step for step, row in enumerate(expected)}
+    assert sorted(order[row.tobytes()] for row in seen) == list(range(60))
+
+
+@strategies
+@both_spaces
+def test_the_horizon(strategy: str, space: str, built: Any, stream: Any, rows_of: Any) -> None:
+    """Step n is refused, by stepping and by skipping, again and again; step n - 1 is served."""
+    artifact = built(strategy).artifact
+    run = stream(artifact, 5, space=space, run=bytes(16))
+    rows = rows_of(run)
+    assert len(np.unique(rows, axis=0)) == STEPS
+    for _ in range(3):
+        with pytest.raises(HorizonError):
+            run.next()
+        with pytest.raises(HorizonError):
+            run.skip_to(STEPS + 1)
+    last = stream(artifact, 5, space=space, run=bytes(16))
+    last.skip_to(STEPS - 1)
+    np.testing.assert_array_equal(last.next(), rows[-1])
+    with pytest.raises(HorizonError):
+        last.next()
+
+
+# --- the scale -------------------------------------------------------------------------------------
+
+
+def exact_sensitivity(made: Any) -> mpmath.mpf:
+    """max_j norm2(C[:, j]) of the stored coefficients and, where C depends on it, the float64 matrix A; 50 digits."""
+    n, strategy = made.artifact.n, made.artifact.strategy
+    with mpmath.workdps(50):
+        held = {
+            k: [[mpmath.mpf(float(x)) for x in np.atleast_1d(row)] for row in v]
+            for k, v in strategy.coefficients().items()
+        }
+        C = [[mpmath.mpf(0)] * n for _ in range(n)]
+        if strategy.kind == "buffered":
+            r = strategy.buffers
+            for j in range(n):
+                C[j][j] = held["c"][j][0]
+                h = held["q"][j]
+                for i in range(j + 1, n):
+                    C[i][j] = mpmath.fsum(held["g"][i][k] * h[k] for k in range(r))
+                    h = [held["decay"][i][k] * h[k] for k in range(r)]
+        else:
+            K, R = strategy.bandwidth, strategy.rank
+            B = [
+                [
+                    held["band"][i][i - j]
+                    if i - j < K
+                    else mpmath.fsum(held["left"][i][k] * held["right"][j][k] for k in range(R))
+                    for j in range(i + 1)
+                ]
+                for i in range(n)
+            ]
+            for j in range(n):
+                for i in range(j, n):
+                    rest = mpmath.fsum(B[i][k] * C[k][j] for k in range(j, i))
+                    C[i][j] = (mpmath.mpf(float(made.A[i, j])) - rest) / B[i][i]
+        return max(mpmath.sqrt(mpmath.fsum(C[i][j] ** 2 for i in range(n))) for j in range(n))
+
+
+@recursive
+@both_precisions
+@workloads
+@both_spaces
+def test_the_sensitivity_is_that_of_the_stored_coefficients(
+    strategy: str, coefficients: str, name: str, space: str, built: Any, stream: Any
+) -> None:
+    """Never below the exact one in 50 digits, and no accuracy thrown away; with a recursion it is the strategy's own."""
+    made = built(strategy, coefficients, name)
+    run = stream(made.artifact, space=space)
+    used = run.sensitivity
+    exact = exact_sensitivity(made)
+    # A itself is rounded: `made.A` and the optimizer's own A differ in the last place
+    below = 0 if strategy == "buffered" else 1e-15
+    assert exact * (1 - below) <= used <= exact * (1 + 1e-9)
+    assert used >= np.linalg.norm(made.C, axis=0).max() * (1 - 1e-13)
+    own = made.artifact.strategy.sensitivity(made.artifact.participation)
+    assert used == own if name != "custom" else used >= own * (1 - 1e-13)
+    assert run.ledger()["sensitivity"] == used
+
+
+@recursive
+@both_precisions
+@workloads
+@both_spaces
+def test_the_release_is_as_private_as_sigma_says(
+    strategy: str, coefficients: str, name: str, space: str, built: Any, stream: Any, fed: Any, largest_column: Any
+) -> None:
+    """sigma mu of what really comes out, measured with unit vectors and inverted in 60 digits; streamed in float64.
+
+    At most 1 up to the rounding of a float64 recursion, 1e-13; at least 1 - 1e-6, or accuracy is thrown away.
+    """
+    made = built(strategy, coefficients, name)
+    run = stream(made.artifact, STEPS, space=space, dtype="float64")
+    M = fed(run, np.eye(STEPS))
+    found = SIGMA * CLIP * largest_column(M, made.A if space == "iterate" else None)
+    assert 1 - 1e-6 <= found <= 1 + 1e-13
+
+
+@recursive
+@both_spaces
+@pytest.mark.parametrize("lie", [1e-6, 0.5, 2.0, 1e6])
+def test_a_certificate_that_lies_about_the_sensitivity_changes_nothing(
+    strategy: str, space: str, lie: float, built: Any, stream: Any, rows_of: Any
+) -> None:
+    """A stored figure that scaled the noise would let a bad file switch privacy off."""
+    honest = built(strategy).artifact
+    lying = dataclasses.replace(honest, certificate=dataclasses.replace(honest.certificate, sensitivity=lie))
+    made = stream(lying, space=space, run=bytes(16))
+    assert made.sensitivity == stream(honest, space=space).sensitivity
+    np.testing.assert_array_equal(rows_of(made), rows_of(stream(honest, space=space, run=bytes(16))))
+
+
+@recursive
+@both_spaces
+@pytest.mark.parametrize("factor", [0.125, 3.0])
+def test_noise_follows_the_coefficients_and_not_their_unit(
+    strategy: str, space: str, factor: float, built: Any, stream: Any, rows_of: Any
+) -> None:
+    """C scaled by 3 has 3 times the sensitivity and the same noise."""
+    artifact = built(strategy).artifact
+    held = artifact.strategy
+    if strategy == "buffered":
+        scaled: Any = BufferedStrategy(factor * held.c, held.g, held.decay.copy(), factor * held.q)
+    else:
+        scaled = BandedLowRankStrategy(held.band / factor, held.left / factor, held.right.copy(), held.workload)
+    made = stream(dataclasses.replace(artifact, strategy=scaled), space=space, dtype="float64", run=bytes(16))
+    assert made.sensitivity == pytest.approx(factor, rel=1e-6)
+    expected = rows_of(stream(artifact, space=space, dtype="float64", run=bytes(16)))
+    np.testing.assert_allclose(rows_of(made), expected, rtol=0, atol=1e-9 * np.abs(expected).max())
+
+
+@strategies
+@both_spaces
+@pytest.mark.parametrize(
+    ("scale", "dtype"), [(1e-20, "float32"), (1e-152, "float64"), (1e30, "float32"), (1e154, "float64")]
+)
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_noise_that_the_precision_cannot_hold_is_refused(
+    strategy: str, space: str, scale: float, dtype: str, built: Any, stream: Any
+) -> None:
+    """Too small: no noise, or noise on a grid. Too large: infinite rows destroy the model."""
+    with pytest.raises(PrivacyError, match="cannot hold"):
+        stream(built(strategy).artifact, space=space, dtype=dtype, noise_multiplier=scale, clip_norm=scale)
+
+
+@strategies
+@pytest.mark.parametrize("rate", [1e-42, 1e30])
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_iterates_that_the_precision_cannot_hold_are_refused(
+    strategy: str, rate: float, stream: Any, rows_of: Any
+) -> None:
+    """Iterate-space rows carry the learning rates: at 1e-42 float32 rounds them to 0 or a coarse grid, at 1e30 to inf.
+
+    Refused, or else every element is finite, not 0 and a normal number.
+    """
+    work = workload.sgd(STEPS, learning_rates=np.full(STEPS, rate))
+    options = compiler.Options(strategy=strategy, dtype="float64", tolerance=0.5)
+    clip = 1e9 if rate > 1 else 1.0
+    try:
+        made = stream(from_factorization(compiler.compile(work, options)), 100, space="iterate", clip_norm=clip)
+        rows = rows_of(made)
+    except MmfactError:
+        return
+    assert np.isfinite(rows).all()
+    assert np.abs(rows).min() > np.finfo(np.float32).tiny
+
+
+# --- memory ----------------------------------------------------------------------------------------
+
+
+@recursive
+@both_dtypes
+def test_buffers_count_as_memory(
+    strategy: str, dtype: str, built: Any, stream: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a machine of 1 MiB (so simulated) a size that fits but for its buffers is refused before allocating."""
+    artifact = built(strategy).artifact
+    width = np.dtype(dtype).itemsize
+    size = (1 << 20) // (8 + (1 + artifact.strategy.buffers) * width)
+    stream(artifact, size, dtype=dtype)
+    monkeypatch.setattr("mmfact.noise.stream.os.sysconf", lambda name: 1024)
+    with pytest.raises(CapacityError, match="buffers.*shards"):
+        stream(artifact, size, dtype=dtype)
+    assert stream(artifact, size // 2, dtype=dtype).next().shape == (size // 2,)
+
+
+@recursive
+@pytest.mark.parametrize("size", [10**15, 2**40])
+def test_an_absurd_size_is_refused_before_allocating(strategy: str, size: int, built: Any, stream: Any) -> None:
+    artifact = built(strategy).artifact
+    stream(artifact)
+    tracemalloc.start()
+    try:
+        with pytest.raises(CapacityError):
+            stream(artifact, size, total=size)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+
+
+@recursive
+@both_spaces
+def test_what_the_memory_check_counts_is_what_is_held(
+    strategy: str, space: str, built: Any, stream: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The check is there to refuse before the machine swaps: it may not see less than two thirds of the true peak.
+
+    The peak is measured over five steps into one `out`, momentum with iterate EMA (three states, three inverse
+    bands); 8 MiB are allowed for what does not grow with the size.
+    """
+    artifact, size = built(strategy, "float32", "wide").artifact, 500_000
+    stream(artifact, 8, space=space).next()
+    counted = []
+    monkeypatch.setattr(
+        "mmfact.noise.stream._check_memory",
+        lambda *given, check=sys.modules["mmfact.noise.stream"]._check_memory: (counted.append(given), check(*given)),
+    )
+    tracemalloc.start()
+    try:
+        made, out = stream(artifact, size, space=space), np.empty(size, np.float32)
+        for _ in range(5):
+            made.next(out)
+        peak = tracemalloc.get_traced_memory()[1] - (8 << 20)
+    finally:
+        tracemalloc.stop()
+    assert len(counted) == 1
+    smallest = 1  # bytes of memory for which the check passes, by bisection
+    low, high = 1, 1 << 40
+    check: Callable[..., None] = sys.modules["mmfact.noise.stream"]._check_memory
+    while low < high:
+        smallest = (low + high) // 2
+        monkeypatch.setattr("mmfact.noise.stream.os.sysconf", lambda name, b=smallest: b if "PAGES" in name else 1)
+        try:
+            check(*counted[0])
+            high = smallest
+        except CapacityError:
+            low = smallest + 1
+    assert low >= peak * 2 / 3, f"counted {low / size:.0f} bytes an element, held {peak / size:.0f}"
+
+
+# --- precision -------------------------------------------------------------------------------------
+
+
+def spread(rows: np.ndarray, exact: np.ndarray) -> np.ndarray:
+    """For each row: root mean square of its error, relative to the row's standard deviation."""
+    return np.sqrt(((rows - exact) ** 2).mean(axis=1) / (exact**2).mean(axis=1))
+
+
+@pytest.mark.parametrize("name", ["prefix", "momentum", "cooldown"])
+def test_float32_stays_accurate_over_5000_steps(name: str, stream: Any, fed: Any) -> None:
+    """Buffers in float32 err by 2 u (1 + amplification) of a row's standard deviation at most, u = 2^-24, to the end."""
+    n = 5000
+    work = {
+        "prefix": workload.prefix_sum(n),
+        "momentum": workload.momentum(n),
+        "cooldown": workload.momentum(n, beta=0.95, learning_rates=schedule.named("cooldown", n)),
+    }[name]
+    artifact = from_factorization(compiler.compile(work, compiler.Options(buffers=6, tolerance=1e-3)))
+    Z = np.random.default_rng(1).standard_normal((n, 30)).astype(np.float32)
+    single = fed(stream(artifact, 30, dtype="float32"), Z)
+    double = fed(stream(artifact, 30, dtype="float64"), Z)
+    assert np.isfinite(single).all()
+    bound = 2 * 2.0**-24 * (1 + artifact.strategy.amplification())
+    assert spread(single, double).max() <= bound
+    assert bound < 1e-3
+
+
+@strategies
+@workloads
+@both_spaces
+def test_float32_errs_as_the_amplification_says(
+    strategy: str, name: str, space: str, built: Any, stream: Any, fed: Any
+) -> None:
+    """2 u (1 + amplification) of a row's standard deviation, u = 2^-24; in iterate space what A makes of that."""
+    made = built(strategy, "float32", name, 40)
+    Z = np.random.default_rng(2).standard_normal((40, 200)).astype(np.float32)
+    single = fed(stream(made.artifact, 200, space=space, dtype="float32"), Z)
+    double = fed(stream(made.artifact, 200, space=space, dtype="float64"), Z)
+    bound = np.full(40, 2 * 2.0**-24 * (1 + made.artifact.strategy.amplification()))
+    if space == "iterate" and strategy != "banded-low-rank":
+        bound = np.abs(made.A) @ (bound * np.linalg.norm(made.noising, axis=1)) / np.linalg.norm(made.decoder, axis=1)
+    assert (spread(single, double) <= bound).all()
+
+
+@pytest.mark.parametrize("name", ["compiled polynomial schedule", "compiled EMA", "given, nearly cancelling buffers"])
+def test_a_precision_that_loses_the_noise_is_refused(name: str, stream: Any, fed: Any) -> None:
+    """Refused, or every row within 1 % of its standard deviation (what the dense strategy allows itself).
+
+    Otherwise what is streamed is not C^-1 Z, and the privacy statement is about something else.
+    """
+    n = 96
+    if name == "compiled polynomial schedule":
+        work = workload.momentum(n, learning_rates=schedule.named("polynomial:power=3", n))
+        options = compiler.Options(strategy="banded-low-rank", bandwidth=2, rank=2, tolerance=0.5)
+        artifact = from_factorization(compiler.compile(work, options))
+    elif name == "compiled EMA":
+        work = workload.momentum(n, learning_rates=schedule.named("cosine", n), ema=0.999)
+        options = compiler.Options(strategy="banded-low-rank", bandwidth=4, rank=3, tolerance=0.5)
+        artifact = from_factorization(compiler.compile(work, options))
+    else:
+        large, row = 1e8, np.ones((n, 1))
+        given = BufferedStrategy(
+            np.ones(n), row * [large, -large], row * [0.9, 0.9 - 1e-2 / large], 0.3 * np.ones((n, 2))
+        )
+        assert given.amplification() > 1e8
+        artifact = from_factorization(compiler.adopt(workload.prefix_sum(n), given))
+    Z = np.random.default_rng(3).standard_normal((n, 200)).astype(np.float32)
+    double = fed(stream(artifact, 200, dtype="float64"), Z)
+    try:
+        made = stream(artifact, 200, dtype="float32")
+    except MmfactError:
+        return
+    assert spread(fed(made, Z), double).max() <= 0.01
+
+
+def test_buffers_that_overflow_their_precision_are_refused(stream: Any, fed: Any) -> None:
+    """A buffer of 1e40 under a row of 1e20: float32 holds the row but not the buffer, and the row comes out infinite."""
+    base = from_factorization(compiler.compile(workload.prefix_sum(2)))
+    c, one = np.full(2, 1e-10), np.ones((2, 1))
+    artifact = dataclasses.replace(base, strategy=BufferedStrategy(c, 1e-30 * one, one, 1e30 * one))
+    try:
+        made = stream(artifact, 3, dtype="float32")
+    except MmfactError:
+        return
+    assert np.isfinite(fed(made, np.ones((2, 3)))).all()
