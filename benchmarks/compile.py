@@ -8,10 +8,11 @@ strategy, certificate, file), median of 5, beside
    its excess that its user sees; and, earlier, until its true excess is, which takes knowing the optimum,
 
 with each one's excess over its certified lower bound, and the ratios in process time, of which at least 100 is asked at
-a smaller excess: of ours, with as many buffers as the default tolerance asks for and with 8, the first that has it. Then the whole command in fresh processes (limit 3 s), and the growth of the kernels that take the
-time: one evaluation of the dual, one curvature product and the construction of the strategy with 6 buffers, for a
-fixed sum of poles (the one for the largest n, which serves the smaller ones too), from n = 16384 to 131072, in process
-time (limit of the sum: n^1.15).
+a smaller excess: of ours, with as many buffers as the default tolerance asks for and with 8, the first that has it.
+Then the whole command in fresh processes (limit 3 s), and the growth of the kernels that take the time: one evaluation
+of the dual, one curvature product and the construction of the strategy with 6 buffers, for a fixed sum of poles (the
+one for the largest n, which serves the smaller ones too), from n = 16384 to 131072, in process time (limit of the sum:
+n^1.15).
 
 The rivals are treated well. jax's compilation is off their clock and shown beside it; their excess is that of their
 float64 matrices while ours is that of the file's float32 coefficients; and the times at which jax_privacy passes 1e-2

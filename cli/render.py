@@ -78,7 +78,7 @@ def artifact(ref: str, artifact: Artifact, *, note: str | None = None, provenanc
     if strategy.kind != "dense":
         table.add_row(
             "streaming",
-            f"{4 * strategy.buffers} bytes a parameter in float32, {strategy.cost} multiply-adds a step and element, "
+            f"{strategy.bytes_per_parameter} bytes a parameter in float32, {strategy.cost} multiply-adds a step and element, "
             f"amplification {strategy.amplification():.2g}",
         )
     fallback = ", after the structured solver's error budget was exceeded" if certificate.fell_back else ""
@@ -111,7 +111,7 @@ def as_dict(artifact: Artifact) -> dict[str, Any]:
             "dtype": artifact.strategy.dtype.name,
             **artifact.strategy.parameters(),
             "buffers": artifact.strategy.buffers,
-            "bytes_per_parameter": 4 * artifact.strategy.buffers,
+            "bytes_per_parameter": artifact.strategy.bytes_per_parameter,
             "multiply_adds": artifact.strategy.cost,
             # of the dense strategy it would take an inverse, and nothing is fed back there
             "amplification": None if artifact.strategy.kind == "dense" else artifact.strategy.amplification(),

@@ -32,7 +32,7 @@ class Row:
     buffers : int
         Vectors of model size that streaming keeps or draws again.
     bytes_per_parameter : int
-        Of those vectors in float32.
+        Of a float32 stream.
     """
 
     name: str
@@ -69,10 +69,11 @@ def compare(
     """
     bound = certificate.lower_bound
 
-    def row(name: str, how: str, loss: float, max_error: float, buffers: int) -> Row:
-        return Row(name, how, loss, math.sqrt(loss / workload.n), max_error, loss / bound, buffers, 4 * buffers)
+    def row(name: str, how: str, loss: float, max_error: float, buffers: int, memory: int) -> Row:
+        return Row(name, how, loss, math.sqrt(loss / workload.n), max_error, loss / bound, buffers, memory)
 
-    rows = [row("this", f"mmfact, {strategy.kind}", certificate.loss, certificate.max_error, strategy.buffers)]
+    figures = certificate.loss, certificate.max_error, strategy.buffers, strategy.bytes_per_parameter
+    rows = [row("this", f"mmfact, {strategy.kind}", *figures)]
     if workload.kind != "prefix-sum":
         prefix = compiler.compile(
             prefix_sum(workload.n), Options(dtype="float64", tolerance=_PREFIX_TOLERANCE), on_progress=on_progress
@@ -83,9 +84,10 @@ def compare(
                 "made for prefix sums, its noise run through this optimizer",
                 *prefix.errors(workload, participation),
                 prefix.buffers,
+                prefix.bytes_per_parameter,
             )
         )
     for one in baselines.baselines(workload, participation, on_progress=lambda name: on_progress(Progress(name))):
-        rows.append(row(one.name, one.how, one.loss, one.max_error, one.buffers or 0))
+        rows.append(row(one.name, one.how, one.loss, one.max_error, one.buffers or 0, 4 * (one.buffers or 0)))
     rows.sort(key=lambda row: row.loss)
     return Comparison(tuple(rows), bound, baselines.left_out(workload))

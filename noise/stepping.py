@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from numba import njit
 
+from mmfact.factorize.errors import StateError
 from mmfact.factorize.strategy.banded_low_rank import BandedLowRankStrategy
 from mmfact.factorize.strategy.buffered import BufferedStrategy
 from mmfact.factorize.strategy.dense import DenseStrategy
@@ -77,9 +78,11 @@ def stepping(artifact: Artifact, space: str) -> Stepping:
         direct = space == own_space
 
         def leaf(scale: float, size: int, dtype: np.dtype[Any]) -> Stepper:
+            if isinstance(strategy, BandedLowRankStrategy):
+                return Band(strategy, scale, size, dtype)
             if isinstance(strategy, BufferedStrategy):
                 return Buffers(strategy, scale, size, dtype)
-            return Band(strategy, scale, size, dtype)
+            raise StateError(f"a strategy of kind {strategy.kind} has no recursion that could be streamed")
 
     def start(scale: float, size: int, dtype: np.dtype[Any]) -> Stepper:
         stepper = leaf(scale, size, dtype)
@@ -137,7 +140,10 @@ class Buffers:
 
 
 class Band:
-    """Iterate-space rows of a banded + low-rank decoder: a ring of white rows and one sum for each rank."""
+    """Iterate-space rows of a banded + low-rank decoder: a ring of white rows and one sum for each rank.
+
+    The sums are float64: `Difference` would show what a shorter format rounds away.
+    """
 
     def __init__(self, strategy: BandedLowRankStrategy, scale: float, size: int, dtype: np.dtype[Any]) -> None:
         self._band, self._left, self._right = (
@@ -145,7 +151,7 @@ class Band:
         )
         self._scale = scale
         self._ring = np.zeros((strategy.bandwidth, size), dtype)
-        self._sums = np.zeros((strategy.rank, size), dtype)
+        self._sums = np.zeros((strategy.rank, size))
         self._done = np.zeros(1, np.int64)
         self._out = np.empty(size)
 

@@ -58,7 +58,7 @@ _CHUNK = 1 << 16  # elements: half a megabyte, so that no read or checksum needs
 _PARAMETERS: dict[str, dict[str, int]] = {
     "dense": {},
     "buffered": {"buffers": 1},
-    "banded-low-rank": {"bandwidth": 1, "rank": 1},
+    "banded-low-rank": {"bandwidth": 1, "rank": 0},
 }
 _FILTERS = {h5py.h5z.FILTER_SHUFFLE, h5py.h5z.FILTER_DEFLATE, h5py.h5z.FILTER_FLETCHER32}
 
@@ -135,6 +135,8 @@ def _describe(artifact: Artifact) -> tuple[bytes, dict[str, npt.NDArray[Any]]]:
         arrays["matrix"] = workload.matrix[np.tril_indices(workload.n)].astype("<f8")
     arrays["multipliers"] = artifact.multipliers.astype("<f8")
     for name, array in artifact.strategy.coefficients().items():
+        if not array.size:
+            continue
         arrays[f"strategy.{name}"] = array.astype(array.dtype.newbyteorder("<"))
     certificate = {**asdict(artifact.certificate), "excess": artifact.certificate.excess}
     spec = {
@@ -202,7 +204,8 @@ def _shapes(spec: dict[str, Any], path: Path) -> dict[str, tuple[int, ...]]:
         shapes |= dict.fromkeys(("strategy.g", "strategy.decay", "strategy.q"), (n, sizes["buffers"]))
     else:
         shapes["strategy.band"] = (n, sizes["bandwidth"])
-        shapes |= dict.fromkeys(("strategy.left", "strategy.right"), (n, sizes["rank"]))
+        if sizes["rank"]:  # a band as wide as the matrix leaves nothing, and HDF5 has no chunks of nothing
+            shapes |= dict.fromkeys(("strategy.left", "strategy.right"), (n, sizes["rank"]))
     if 8 * max(math.prod(shape) for shape in shapes.values()) > _LARGEST_DATASET:
         raise _corrupt(path, "its spec calls for more data than any artifact holds")
     if not isinstance(spec.get("datasets"), dict) or set(spec["datasets"]) != set(shapes):
@@ -337,6 +340,8 @@ def _strategy(entry: dict[str, Any], arrays: dict[str, npt.NDArray[Any]], worklo
     if kind == "buffered":
         return BufferedStrategy(**arrays)
     if kind == "banded-low-rank":
+        nothing = np.zeros((workload.n, 0), arrays["band"].dtype)
+        arrays = {"left": nothing, "right": nothing, **arrays}
         return BandedLowRankStrategy(**arrays, workload=workload)
     raise _corrupt(path, f"its strategy {kind!r} is not known")
 

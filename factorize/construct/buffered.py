@@ -122,12 +122,13 @@ def build(
         _fewest(meets, most)
     enough = [r for r in tried if meets(r)]
     best = min(enough) if enough else min(tried, key=lambda r: (not tried[r].steady, tried[r].excess))
-    if tried[best].strategy is None:
+    shipped = tried[best].strategy
+    if shipped is None:
         raise SolverError(
             f"{best} buffers give a strategy whose noise would grow without bound; use more buffers, or leave their "
             "number out to have the fewest that suffice"
         )
-    return tried[best].strategy
+    return shipped
 
 
 @dataclass(frozen=True, eq=False)

@@ -28,7 +28,7 @@ import scipy.linalg
 
 from mmfact.factorize.errors import SolverError, WorkloadError
 from mmfact.factorize.participation import Participation
-from mmfact.factorize.strategy.dense import _inverse, _norm_of_absolute_product
+from mmfact.factorize.strategy.dense import inverse_of_triangle, norm_of_absolute_product
 from mmfact.factorize.strategy.protocol import DTYPES
 from mmfact.factorize.workload import Workload, check_dense
 
@@ -144,6 +144,11 @@ class BandedLowRankStrategy:
         return self.bandwidth - 1 + self.rank + self._inverse_width
 
     @property
+    def bytes_per_parameter(self) -> int:
+        """White rows in float32; sums and rows of iterate noise, which are differenced, in float64."""
+        return 4 * (self.bandwidth - 1) + 8 * (self.rank + self._inverse_width)
+
+    @property
     def cost(self) -> int:
         """K + 2 R + w + 1: the band, the accumulators read and fed, and the bands of A^-1 (gradient space only)."""
         return self.bandwidth + 2 * self.rank + self._inverse_width + 1
@@ -232,7 +237,7 @@ class BandedLowRankStrategy:
         """
         sums = self._sums()
         if self.workload.matrix is not None:
-            spread = np.abs(_inverse(self.workload.matrix)) @ sums
+            spread = np.abs(inverse_of_triangle(self.workload.matrix)) @ sums
         else:
             spread = _banded_times(np.abs(self.workload.inverse_bands()[0]), sums[:, None])[:, 0]
         gradient = float((spread / self._gradient_stds[0]).max())
@@ -275,7 +280,7 @@ class BandedLowRankStrategy:
         n = self.n
         B = self.dense_decoder()
         absolute = assemble(*(np.abs(array.astype(np.float64)) for array in self.coefficients().values()))
-        slack = 2 * (n + self.rank + 4) * _EPS * _norm_of_absolute_product([_inverse(B), absolute])
+        slack = 2 * (n + self.rank + 4) * _EPS * norm_of_absolute_product([inverse_of_triangle(B), absolute])
         del absolute
         norms, stray, column_sums, row_sums = np.empty(n), np.zeros(n), np.empty(n), np.zeros(n)
         L = None if self.workload.matrix is not None else self.workload.inverse_bands()[0]

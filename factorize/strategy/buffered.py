@@ -82,6 +82,10 @@ class BufferedStrategy:
         return self.g.shape[1]
 
     @property
+    def bytes_per_parameter(self) -> int:
+        return 4 * self.buffers
+
+    @property
     def cost(self) -> int:
         """3 r + 1: g h, decay h + q y for each buffer, and the division by c."""
         return 3 * self.buffers + 1

@@ -78,6 +78,10 @@ class DenseStrategy:
         return self.n
 
     @property
+    def bytes_per_parameter(self) -> int:
+        return 4 * self.n
+
+    @property
     def cost(self) -> int:
         return self.n
 
@@ -113,7 +117,7 @@ class DenseStrategy:
 
     def noising(self) -> Array:
         """C^-1, n x n: turns white noise into gradient-space noise."""
-        return _inverse(self.to_dense())
+        return inverse_of_triangle(self.to_dense())
 
     def decoder(self, workload: Workload) -> Array:
         """B = A C^-1, n x n lower-triangular."""
@@ -144,8 +148,8 @@ class DenseStrategy:
         bounds = [[self.to_dense(), noising]]
         if decode is not None:
             rows = decode @ noising
-            bounds.append([_inverse(rows), decode, noising])
-        slack = 4 * _EPS + 2 * self.n * _EPS * sum(_norm_of_absolute_product(factors) for factors in bounds)
+            bounds.append([inverse_of_triangle(rows), decode, noising])
+        slack = 4 * _EPS + 2 * self.n * _EPS * sum(norm_of_absolute_product(factors) for factors in bounds)
         if not slack <= 1e-2:
             raise SolverError(
                 f"the strategy is too ill-conditioned to stream in this space (its noise would be uncertain by "
@@ -174,14 +178,15 @@ def order(packed: npt.NDArray[Any]) -> int:
     return n
 
 
-def _inverse(triangle: Array) -> Array:
+def inverse_of_triangle(triangle: Array) -> Array:
+    """The inverse of a lower-triangular matrix, or `SolverError` where it is singular to working precision."""
     inverse, info = scipy.linalg.lapack.dtrtri(triangle, lower=1)
     if info != 0 or not np.isfinite(inverse).all():
         raise SolverError("the strategy is singular to working precision and cannot be streamed")
     return np.tril(inverse)
 
 
-def _norm_of_absolute_product(factors: list[Array]) -> float:
+def norm_of_absolute_product(factors: list[Array]) -> float:
     """An upper bound of norm2(|F_1| |F_2| ...): the root of its largest row sum times its largest column sum."""
     rows = columns = np.ones(len(factors[0]))
     for factor in reversed(factors):

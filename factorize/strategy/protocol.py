@@ -43,6 +43,11 @@ class Strategy(Protocol):
         ...
 
     @property
+    def bytes_per_parameter(self) -> int:
+        """What a float32 stream keeps for each parameter of the model, beside its output."""
+        ...
+
+    @property
     def cost(self) -> int:
         """Multiply-adds a step and element of the model, at most, beside drawing the white noise."""
         ...

@@ -27,13 +27,27 @@ SHOWN = [
     (("sgd", "--weight-decay", 0.01, "--weight-decay-kind", "coupled"), "sgd-n4-wd0.01"),
     (("sgd", "--weight-decay", 0.01, "--weight-decay-kind", "decoupled"), "sgd-n4-wd0.01-decoupled"),
     (("sgd", "--ema", 0.9), "sgd-n4-ema0.9"),
-    (("sgd", "--dtype", "float64"), "sgd-n4"),
-    (("sgd", "--dtype", "float32"), "sgd-n4-float32"),
+    (("sgd", "--dtype", "float32"), "sgd-n4"),
+    (("sgd", "--dtype", "float64"), "sgd-n4-float64"),
+    (("sgd", "--strategy", "buffered"), "sgd-n4"),
+    (("sgd", "--buffers", 1), "sgd-n4-buffers1"),
+    (("sgd", "--buffers", 2, "--dtype", "float64"), "sgd-n4-buffers2-float64"),
+    (("sgd", "--strategy", "dense"), "sgd-n4-dense"),
+    (("sgd", "--strategy", "dense", "--dtype", "float64"), "sgd-n4-dense"),
+    (("sgd", "--strategy", "dense", "--dtype", "float32"), "sgd-n4-dense-float32"),
+    (("sgd", "--strategy", "banded-low-rank"), "sgd-n4-banded-low-rank"),
+    (("sgd", "--strategy", "banded-low-rank", "--dtype", "float32"), "sgd-n4-banded-low-rank"),
+    (("sgd", "--strategy", "banded-low-rank", "--dtype", "float64"), "sgd-n4-banded-low-rank-float64"),
+    (("sgd", "--strategy", "banded-low-rank", "--bandwidth", 2), "sgd-n4-banded-low-rank-bandwidth2"),
+    (("sgd", "--strategy", "banded-low-rank", "--rank", 2), "sgd-n4-banded-low-rank-rank2"),
+    (
+        ("sgd", "--strategy", "banded-low-rank", "--rank", 1, "--bandwidth", 2),
+        "sgd-n4-banded-low-rank-bandwidth2-rank1",
+    ),
     (("sgd", "--tolerance", 0.0001), "sgd-n4"),
     (("sgd", "--tolerance", 0.001), "sgd-n4-tolerance0.001"),
     (("sgd", "--method", "auto"), "sgd-n4"),
     (("sgd", "--method", "structured"), "sgd-n4-structured"),
-    (("sgd", "--method", "dense"), "sgd-n4-dense"),
     (("sgd", "--method", "fixed-point"), "sgd-n4-fixed-point"),
 ]
 
@@ -47,16 +61,28 @@ def test_what_the_ref_says(mmfact, store, options, ref):
     assert (store / "refs" / f"{ref}.json").is_file()
 
 
+def test_the_dense_strategy_and_the_dense_method_are_not_one_name(mmfact, store):
+    """Two requests that a person may well make in one store; the second must not hear of "something else"."""
+    refs = set()
+    for options in (("--strategy", "dense"), ("--method", "dense"), ("--strategy", "dense", "--method", "dense")):
+        ran = mmfact("compile", "--workload", "sgd", "--n", 4, *options, "--json", "--store", store)
+        assert ran.code == 0, ran.err
+        assert "dense" in ran.json["ref"]
+        refs.add(ran.json["ref"])
+    assert len(refs) == 3
+
+
 def test_all_options_at_once(mmfact, store):
     ran = mmfact(
         *("compile", "--workload", "momentum", "--n", 6, "--beta", 0.5, "--lr-schedule", "decay:peak=0.25"),
-        *("--weight-decay", 0.125, "--weight-decay-kind", "decoupled", "--ema", 0.75, "--dtype", "float32"),
-        *("--tolerance", 0.01, "--method", "dense", "--json", "--store", store),
+        *("--weight-decay", 0.125, "--weight-decay-kind", "decoupled", "--ema", 0.75, "--dtype", "float64"),
+        *("--tolerance", 0.01, "--method", "fixed-point", "--buffers", 2, "--json", "--store", store),
     )
     ref = ran.json["ref"]
-    for part in ("beta0.5", "decay", "peak0.25", "wd0.125", "decoupled", "ema0.75", "float32", "tolerance0.01"):
+    for part in ("beta0.5", "decay", "peak0.25", "wd0.125", "decoupled", "ema0.75", "buffers2", "float64"):
         assert part in ref.split("-")
-    assert ref.endswith("-dense")
+    assert "tolerance0.01" in ref.split("-")
+    assert ref.endswith("-fixed-point")
 
 
 def test_contents_of_files_show(mmfact, store, tmp_path):
@@ -78,8 +104,8 @@ def test_long_requests_have_a_ref_too(mmfact, store):
     command = (
         *("compile", "--workload", "momentum", "--n", 6, "--beta", digits),
         *("--lr-schedule", f"cooldown:fraction={digits},final={digits},peak={digits},warmup=1"),
-        *("--weight-decay", digits / 1e6, "--weight-decay-kind", "decoupled", "--ema", digits, "--dtype", "float32"),
-        *("--tolerance", digits / 1e3, "--method", "structured", "--json", "--store", store),
+        *("--weight-decay", digits / 1e6, "--weight-decay-kind", "decoupled", "--ema", digits, "--dtype", "float64"),
+        *("--tolerance", digits / 1e3, "--method", "structured", "--buffers", 3, "--json", "--store", store),
     )
     first = mmfact(*command)
     assert first.code == 0, first.err
@@ -133,8 +159,13 @@ def requests(draw):
             if decay:
                 chosen["weight_decay_kind"] = draw(st.sampled_from(["coupled", "decoupled"]))
             w = workload.sgd(n, **chosen) if kind == "sgd" else workload.momentum(n, beta=draw(fractions), **chosen)
+        strategy = draw(st.sampled_from(["buffered", "banded-low-rank", "dense"]))
+        few = st.none() | st.integers(1, 3)
+        shape = {"buffered": ["buffers"], "banded-low-rank": ["bandwidth", "rank"], "dense": []}[strategy]
         options = Options(
-            dtype=draw(st.sampled_from(["float32", "float64"])),
+            strategy=strategy,
+            **{name: draw(few) for name in shape},
+            dtype=draw(st.sampled_from(["", "float32", "float64"])),
             tolerance=draw(st.sampled_from([1e-4, 1e-3, 0.5]) | st.floats(1e-12, 0.99)),
             method=draw(st.sampled_from(["auto", "structured", "dense", "fixed-point"])),
         )
@@ -202,6 +233,15 @@ def commands(draw):
             maybe("--weight-decay-kind", st.sampled_from(["coupled", "decoupled"]))
     if kind == "momentum":
         maybe("--beta", simple)
+    strategy = draw(st.sampled_from(["buffered", "banded-low-rank", "dense"]))
+    if strategy != "buffered" or draw(st.booleans()):
+        arguments.extend(["--strategy", strategy])
+    n = int(arguments[3])
+    if strategy == "buffered":
+        maybe("--buffers", st.integers(1, max(1, n // 2)).map(str))
+    elif strategy == "banded-low-rank" and n > 1:
+        maybe("--bandwidth", st.integers(1, n - 1).map(str))
+        maybe("--rank", st.just("1"))
     maybe("--dtype", st.sampled_from(["float32", "float64"]))
     maybe("--tolerance", st.sampled_from(["0.5", "0.001", "1e-05"]))
     maybe("--method", st.sampled_from(["auto", "structured", "dense", "fixed-point"]))

@@ -11,12 +11,15 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from mmfact.store import publish
 from mmfact.store import store as stores
 
 SMALL = ("compile", "--workload", "sgd", "--n", 3)
+DENSE = ("--strategy", "dense")
+LOW_RANK = ("--strategy", "banded-low-rank")
 
 
 def complaint(ran, code: int) -> str:
@@ -33,18 +36,32 @@ def complaint(ran, code: int) -> str:
 
 def test_done(mmfact, store):
     assert mmfact(*SMALL, "--store", store).code == 0
-    for command in (("list",), ("inspect", "sgd-n3"), ("verify", "sgd-n3")):
+    for command in (("list",), ("inspect", "sgd-n3"), ("verify", "sgd-n3"), ("compare", "sgd-n3")):
         assert mmfact(*command, "--store", store).code == 0
 
 
-def test_already_there(mmfact, store, monkeypatch):
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        (),
+        ("--buffers", 1),
+        ("--dtype", "float64"),
+        DENSE,
+        (*DENSE, "--dtype", "float32"),
+        LOW_RANK,
+        (*LOW_RANK, "--bandwidth", 1, "--rank", 2),
+    ],
+    ids=str,
+)
+def test_already_there(mmfact, store, monkeypatch, strategy):
     """The README's command, run twice: 0, says so, and computes nothing."""
-    first = mmfact(*SMALL, "--json", "--store", store).json
+    command = ("compile", "--workload", "prefix-sum", "--n", 4, "--tolerance", 0.1, *strategy)
+    first = mmfact(*command, "--json", "--store", store).json
     monkeypatch.setattr("mmfact.factorize.compiler.compile", lambda *a, **k: pytest.fail("it was computed again"))
-    ran = mmfact(*SMALL, "--store", store)
+    ran = mmfact(*command, "--store", store)
     assert ran.code == 0
     assert "already there" in ran.out
-    again = mmfact(*SMALL, "--json", "--store", store).json
+    again = mmfact(*command, "--json", "--store", store).json
     assert again.pop("already_there") is True
     first.pop("already_there")
     assert again == first
@@ -99,11 +116,18 @@ def test_reader_that_goes_away(script, vault):
 # --- 1 ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "options",
-    [("--dtype", "float32", "--tolerance", 1e-10), ("--tolerance", 1e-300)],
-    ids=["float32 is too coarse", "beyond rounding"],
-)
+UNREACHED = {
+    "float32 is too coarse": ("--dtype", "float32", "--tolerance", 1e-10),
+    "beyond rounding": ("--dtype", "float64", "--tolerance", 1e-300),
+    "too few buffers": ("--buffers", 1, "--tolerance", 1e-6),
+    "too little rank": (*LOW_RANK, "--bandwidth", 2, "--rank", 1, "--tolerance", 1e-9),
+    "dense in float32": (*DENSE, "--dtype", "float32", "--tolerance", 1e-10),
+    "dense beyond rounding": (*DENSE, "--tolerance", 1e-300),
+    "low rank in float32": (*LOW_RANK, "--tolerance", 1e-10),
+}
+
+
+@pytest.mark.parametrize("options", UNREACHED.values(), ids=UNREACHED)
 def test_tolerance_not_reached(mmfact, store, options):
     """The artifact is stored all the same; asked again, the answer is the same."""
     command = ("compile", "--workload", "momentum", "--n", 12, *options, "--store", store)
@@ -116,6 +140,61 @@ def test_tolerance_not_reached(mmfact, store, options):
         assert content["certificate"]["excess"] > options[-1]
     assert mmfact("verify", content["ref"], "--store", store).code == 0
     assert "above the tolerance" in complaint(mmfact(*command), 1)
+
+
+ADVICE = {
+    "too few buffers": (("--buffers", 1, "--tolerance", 1e-5), "--buffers", ()),
+    "float32": (("--tolerance", 1e-9), "--dtype float64", ("--dtype", "float64")),
+    "float32 with many buffers": (("--buffers", 8, "--tolerance", 1e-9), "--dtype float64", ("--dtype", "float64")),
+    "float32 dense": ((*DENSE, "--dtype", "float32", "--tolerance", 1e-9), "--dtype float64", DENSE),
+    "too little rank": (
+        (*LOW_RANK, "--bandwidth", 2, "--rank", 1, "--tolerance", 1e-7),
+        "leave both out",
+        LOW_RANK,
+    ),
+    "buffers and float32": (("--buffers", 2, "--tolerance", 1e-9), "float64", ("--dtype", "float64")),
+    "rank and float32": (
+        (*LOW_RANK, "--bandwidth", 4, "--tolerance", 1e-9),
+        "float64",
+        (*LOW_RANK, "--dtype", "float64"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ADVICE)
+def test_advice_is_a_way_out(mmfact, store, name):
+    """The message names the excess and what to do; doing it reaches the tolerance."""
+    options, says, better = ADVICE[name]
+    command = ("compile", "--workload", "momentum", "--n", 20)
+    ran = mmfact(*command, *options, "--json", "--store", store)
+    message = complaint(ran, 1)
+    excess = ran.json["certificate"]["excess"]
+    assert f"the excess {excess:.3g} is above the tolerance {options[-1]:g}" in message
+    assert (store / "refs" / f"{ran.json['ref']}.json").is_file()
+    assert mmfact("verify", ran.json["ref"], "--store", store).code == 0
+    assert says in message
+    again = mmfact(*command, *better, "--tolerance", options[-1], "--json", "--store", store)
+    assert (again.code, again.err) == (0, "")
+
+
+def test_advice_is_true_of_a_matrix(mmfact, store, tmp_path):
+    """The message must not send to float64 where float64 changes nothing."""
+    for seed in range(6):
+        np.save(tmp_path / "m.npy", np.tril(np.random.default_rng(seed).normal(size=(7, 7))) + 4 * np.eye(7))
+        command = ("compile", "--workload", "custom", "--matrix", "m.npy", "--store", store)
+        ran = mmfact(*command)
+        if ran.code == 1 and "use --dtype float64" in ran.err:
+            assert mmfact(*command, "--dtype", "float64").code == 0
+
+
+def test_more_buffers_than_help_are_said(mmfact, store):
+    """Asked for 16, the numerical rank allows fewer: fewer are stored, and a note says so."""
+    command = ("compile", "--workload", "momentum", "--n", 32, "--buffers", 16, "--store", store)
+    for _ in range(2):
+        ran = mmfact(*command)
+        assert ran.code == 0
+        assert "16 buffers were asked for" in ran.out.splitlines()[0]
+    assert mmfact(*command, "--json").json["strategy"]["buffers"] < 16
 
 
 def test_tolerance_not_reached_by_few_iterations(mmfact, store, monkeypatch):
@@ -149,6 +228,19 @@ def test_verify_of_a_damaged_ref(mmfact, damaged):
     assert "damaged" in complaint(mmfact("verify", "ref", "--store", damaged), 1)
 
 
+@pytest.mark.parametrize("command", ["verify", "inspect", "compare"])
+@pytest.mark.parametrize("version", [0, -1, True, "2", None, 2.0])
+def test_schema_versions_that_are_none(mmfact, vault, store, forge, command, version):
+    forge(vault, "buffered", store, "odd", lambda spec: spec.update(schema_version=version))
+    assert "schema version" in complaint(mmfact(command, "odd", "--store", store), 1 if command == "verify" else 2)
+
+
+def test_version_1_knew_no_buffers(mmfact, vault, store, forge):
+    """A file that says it is of version 1 and holds what that version had not."""
+    forge(vault, "buffered", store, "odd", lambda spec: spec.update(schema_version=1))
+    complaint(mmfact("verify", "odd", "--store", store), 1)
+
+
 def test_verify_of_a_newer_file(mmfact, vault, store, forge):
     forge(vault, "sgd", store, "newer", lambda spec: spec.update(schema_version=3))
     assert "Upgrade" in complaint(mmfact("verify", "newer", "--store", store), 1)
@@ -158,8 +250,9 @@ def test_verify_of_a_newer_file(mmfact, vault, store, forge):
 
 
 @pytest.mark.parametrize("json", [(), ("--json",)], ids=["table", "json"])
-def test_inspect_of_a_damaged_file(mmfact, damaged, json):
-    ran = mmfact("inspect", "ref", *json, "--store", damaged)
+@pytest.mark.parametrize("command", ["inspect", "compare"])
+def test_inspect_of_a_damaged_file(mmfact, damaged, command, json):
+    ran = mmfact(command, "ref", *json, "--store", damaged)
     assert "damaged" in complaint(ran, 2)
     if json:
         assert ran.json["exit_code"] == 2
@@ -188,7 +281,7 @@ def test_compile_under_another_name_over_a_damaged_file(mmfact, damaged):
     assert ran.code != 0 or mmfact("verify", "other", "--store", damaged).code == 0
 
 
-@pytest.mark.parametrize("command", ["inspect", "verify"])
+@pytest.mark.parametrize("command", ["inspect", "verify", "compare"])
 def test_unknown_ref(mmfact, vault, command):
     ran = mmfact(command, "momentm", "--store", vault)
     assert "did you mean momentum" in complaint(ran, 2)
@@ -243,6 +336,14 @@ USAGE = {
     "tolerance a word": (*SMALL, "--tolerance", "small"),
     "ref missing": ("inspect",),
     "two refs": ("verify", "a", "b"),
+    "two refs to compare": ("compare", "a", "b"),
+    "unknown workload to compare": ("compare", "--workload", "nesterov", "--n", 3),
+    "dry run of a comparison": ("compare", *SMALL[1:], "--dry-run"),
+    "name of a comparison": ("compare", *SMALL[1:], "--name", "x"),
+    "buffers a word": (*SMALL, "--buffers", "few"),
+    "buffers a fraction": (*SMALL, "--buffers", 1.5),
+    "bandwidth a word": (*SMALL, *LOW_RANK, "--bandwidth", "wide"),
+    "rank missing": (*SMALL, *LOW_RANK, "--rank"),
 }
 
 
@@ -338,7 +439,7 @@ def test_file_that_cannot_be_read(mmfact, vault, monkeypatch):
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(Path, "read_bytes", fail)
-    for command in ("inspect", "verify"):
+    for command in ("inspect", "verify", "compare"):
         assert "Input/output error" in complaint(mmfact(command, "momentum", "--store", vault), 3)
 
 
@@ -389,16 +490,65 @@ def test_interrupt_in_the_middle_of_a_solve(script, store, files):
     assert files(store) == []
 
 
-@pytest.mark.parametrize("where", ["optimum.solve", "certificate.certify", "compiler.dense.build"])
-def test_interrupt_at_any_time(mmfact, store, files, monkeypatch, where):
+STAGES = {
+    "buffered": [
+        "estimate.estimate",
+        "optimum.solve",
+        "compiler.buffered.build",
+        "construct.buffered._factor_structured",
+        "construct.buffered._factor_segment",
+        "construct.buffered._balance",
+        "construct.buffered._diagonalise",
+        "construct.buffered._ship",
+        "certificate.certify",
+    ],
+    "banded-low-rank": [
+        "compiler.banded_low_rank.build",
+        "construct.banded_low_rank.fit",
+        "construct.banded_low_rank._equalised",
+        "construct.banded_low_rank._Search.ship",
+        "certificate.certify",
+    ],
+    "dense": ["optimum.solve", "compiler.dense.build", "certificate.certify"],
+}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "where"), [(strategy, where) for strategy, stages in STAGES.items() for where in stages]
+)
+def test_interrupt_at_any_time(mmfact, store, files, monkeypatch, strategy, where):
     def interrupt(*arguments, **options):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(f"mmfact.factorize.{where}", interrupt)
-    ran = mmfact(*SMALL, "--store", store)
-    assert ran.code == 130
-    assert ran.err.strip().startswith("mmfact: interrupted")
+    for command in (SMALL, ("compare", *SMALL[1:])):
+        ran = mmfact(*command, "--strategy", strategy, "--store", store)
+        if command[0] == "compare" and where.startswith("estimate"):
+            assert ran.code == 0
+            continue
+        assert (ran.code, ran.out) == (130, "")
+        assert ran.err.strip().startswith("mmfact: interrupted")
+        assert ran.err.count("\n") == 1
     assert files(store) == []
+
+
+@pytest.mark.parametrize("name", ["identity", "honaker-full", "optimal-toeplitz", "sqrt-toeplitz, columns normalised"])
+def test_interrupt_of_a_comparison(mmfact, vault, monkeypatch, name):
+    """During any of the baselines."""
+    from mmfact.factorize import comparison
+
+    def interrupted(workload, participation, *, on_progress):
+        def on_name(current):
+            if current == name:
+                raise KeyboardInterrupt
+
+        return baselines(workload, participation, on_progress=on_name)
+
+    baselines = comparison.baselines.baselines
+    monkeypatch.setattr(comparison.baselines, "baselines", interrupted)
+    ran = mmfact("compare", "buffered", "--store", vault)
+    assert (ran.code, ran.out) == (130, "")
+    assert ran.err == "mmfact: interrupted; no partial file was left\n"
 
 
 def test_interrupt_while_the_file_is_written(mmfact, store, files, monkeypatch):

@@ -239,9 +239,9 @@ def test_a_stepper_serves_any_step_at_any_time(
         assert rows[-1].dtype == np.float64
         assert rows[-1].shape == (7,)
     random = np.random.default_rng(1)
-    for stepper in (stepper, way.start(0.9, 7, np.dtype(dtype))):
+    for used in (stepper, way.start(0.9, 7, np.dtype(dtype))):
         for step in [0, STEPS - 1, STEPS - 1, 0, *random.integers(0, STEPS, 60)]:
-            np.testing.assert_array_equal(stepper.row(int(step), draw), rows[step])
+            np.testing.assert_array_equal(used.row(int(step), draw), rows[step])
 
 
 @strategies
@@ -366,7 +366,7 @@ def exact_sensitivity(made: Any) -> mpmath.mpf:
 def test_the_sensitivity_is_that_of_the_stored_coefficients(
     strategy: str, coefficients: str, name: str, space: str, built: Any, stream: Any
 ) -> None:
-    """Never below the exact one in 50 digits, and no accuracy thrown away; with a recursion it is the strategy's own."""
+    """Never below the exact one in 50 digits, no accuracy thrown away; with a recursion it is the strategy's own."""
     made = built(strategy, coefficients, name)
     run = stream(made.artifact, space=space)
     used = run.sensitivity
@@ -481,7 +481,7 @@ def test_buffers_count_as_memory(
     size = (1 << 20) // (8 + (1 + artifact.strategy.buffers) * width)
     stream(artifact, size, dtype=dtype)
     monkeypatch.setattr("mmfact.noise.stream.os.sysconf", lambda name: 1024)
-    with pytest.raises(CapacityError, match="buffers.*shards"):
+    with pytest.raises(CapacityError, match=r"buffers.*shards"):
         stream(artifact, size, dtype=dtype)
     assert stream(artifact, size // 2, dtype=dtype).next().shape == (size // 2,)
 
@@ -550,7 +550,7 @@ def spread(rows: np.ndarray, exact: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("name", ["prefix", "momentum", "cooldown"])
 def test_float32_stays_accurate_over_5000_steps(name: str, stream: Any, fed: Any) -> None:
-    """Buffers in float32 err by 2 u (1 + amplification) of a row's standard deviation at most, u = 2^-24, to the end."""
+    """Rows err by 2 u (1 + amplification) of their standard deviation at most, u = 2^-24, to the end."""
     n = 5000
     work = {
         "prefix": workload.prefix_sum(n),
@@ -616,7 +616,7 @@ def test_a_precision_that_loses_the_noise_is_refused(name: str, stream: Any, fed
 
 
 def test_buffers_that_overflow_their_precision_are_refused(stream: Any, fed: Any) -> None:
-    """A buffer of 1e40 under a row of 1e20: float32 holds the row but not the buffer, and the row comes out infinite."""
+    """A buffer of 1e40 under a row of 1e20: float32 holds the row but not the buffer, and the row comes out inf."""
     base = from_factorization(compiler.compile(workload.prefix_sum(2)))
     c, one = np.full(2, 1e-10), np.ones((2, 1))
     artifact = dataclasses.replace(base, strategy=BufferedStrategy(c, 1e-30 * one, one, 1e30 * one))

@@ -420,7 +420,7 @@ for name in sys.argv[1:]:
 
 
 def calling_for(n, **strategy):
-    """An edit of the spec, listed shapes too: a horizon and parameters that the small arrays in the file do not have."""
+    """An edit of the spec, listed shapes too: a horizon and parameters that the arrays in the file do not have."""
 
     def edit(spec):
         spec["workload"]["n"] = n

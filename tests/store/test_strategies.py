@@ -189,13 +189,13 @@ def test_what_the_spec_may_call_for_fits_the_largest_file(kind):
         names = {"learning_rates", "multipliers", "strategy.c", "strategy.g", "strategy.decay", "strategy.q"}
     else:
         spec["workload"] = {"kind": "prefix-sum", "n": 8192}
-    spec["datasets"] = dict.fromkeys(names, {})
+    spec["datasets"] = {name: {} for name in names}
     shapes = format._shapes(spec, HERE)
     assert 8 * sum(int(np.prod(shape)) for shape in shapes.values()) <= format.LARGEST_FILE
 
 
 def test_what_the_compiler_takes_on_can_be_stored():
-    """n = 2^24 with 9 buffers in float32 is 0.6 GiB an array: hours of compiling must not end in a file that is refused."""
+    """n = 2^24, 9 buffers in float32 is 0.6 GiB an array: hours of compiling must not end in a refused file."""
     n, r = 1 << 24, 9
     try:
         check(workload.prefix_sum(n), Options(buffers=r))
@@ -203,6 +203,6 @@ def test_what_the_compiler_takes_on_can_be_stored():
         return
     spec = {"schema_version": 2, "workload": {"kind": "prefix-sum", "n": n}}
     spec["strategy"] = {"kind": "buffered", "buffers": r}
-    names = ("c", "g", "decay", "q")
-    spec["datasets"] = dict.fromkeys(["learning_rates", "multipliers", *(f"strategy.{name}" for name in names)], {})
+    names = ("learning_rates", "multipliers", "strategy.c", "strategy.g", "strategy.decay", "strategy.q")
+    spec["datasets"] = {name: {} for name in names}
     assert format._shapes(spec, HERE)["strategy.g"] == (n, r)

@@ -1,0 +1,198 @@
+"""Ctrl-C while a strategy is built, streams that are closed, progress on a terminal: real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+WORD = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]|[\r\n]")
+
+
+def on_terminal(command, until=None, sending=signal.SIGINT):
+    """(exit code, stdout, what the terminal showed) of a process; a signal is sent once `until` has been shown."""
+    leader, follower = pty.openpty()
+    started = subprocess.Popen(
+        [str(part) for part in command],
+        stdout=subprocess.PIPE,
+        stderr=follower,
+        text=True,
+        env={**os.environ, "TERM": "xterm", "OMP_NUM_THREADS": "1"},
+    )
+    os.close(follower)
+    shown, sent = b"", until is None
+    while True:
+        try:
+            part = os.read(leader, 4096)
+        except OSError:
+            break
+        if not part:
+            break
+        shown += part
+        if not sent and re.search(until, shown):
+            started.send_signal(sending)
+            sent = True
+    out, _ = started.communicate(timeout=60)
+    os.close(leader)
+    assert sent, f"{until!r} was never shown"
+    return started.returncode, out, WORD.sub(b" ", shown).decode()
+
+
+@pytest.mark.parametrize(
+    ("options", "until"),
+    [
+        (("--n", "20000"), rb"strategy, \d"),
+        (("--n", "4000", "--dtype", "float64", "--tolerance", "1e-11"), rb"\d+ buffers"),
+        (("--n", "1024", "--strategy", "banded-low-rank"), rb"bandwidth \d+, rank"),
+    ],
+    ids=["factor", "buffers", "banded-low-rank"],
+)
+def test_interrupt_while_the_strategy_is_built(script, store, files, options, until):
+    """Exit 130 within seconds, one message, nothing in the store."""
+    begun = time.monotonic()
+    command = (script, "compile", "--workload", "prefix-sum", *options, "--store", store)
+    code, out, text = on_terminal(command, until)
+    assert "Traceback" not in text, text[-400:]
+    assert (code, out) == (130, "")
+    assert "mmfact: interrupted; no partial file was left" in text
+    assert files(store) == []
+    assert time.monotonic() - begun < 90
+
+
+def test_interrupt_of_a_comparison(script, store):
+    command = (script, "compare", "--workload", "prefix-sum", "--n", 4000)
+    code, out, text = on_terminal(command, rb"optimal-toeplitz")
+    assert "Traceback" not in text, text[-400:]
+    assert (code, out) == (130, "")
+    assert "mmfact: interrupted" in text
+
+
+# Compiled code does not look at signals: the interrupt is pending when it returns, and must be seen as one.
+DURING = """
+import os, signal, sys, threading
+from mmfact.cli.main import main
+import mmfact.factorize.{module} as module
+real = module.{name}
+def slow(*arguments):
+    threading.Timer(0.02, os.kill, (os.getpid(), signal.SIGINT)).start()
+    return [real(*arguments) for _ in range(20)][-1]
+module.{name} = slow
+main(["compile", "--workload", "prefix-sum", "--n", "1500", "--store", sys.argv[1]])
+"""
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("construct.buffered", "_factor_segment"),
+        ("construct.buffered", "_balance"),
+        ("construct.buffered", "_diagonalise"),
+        ("strategy.buffered", "_column_energies"),
+        ("strategy.buffered", "_variances"),
+    ],
+)
+def test_interrupt_inside_compiled_code(store, files, module, name):
+    """A real signal during each kernel of the strategy."""
+    ran = subprocess.run(
+        [sys.executable, "-c", DURING.format(module=module, name=name), str(store)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert "Traceback" not in ran.stderr, ran.stderr[-400:]
+    assert ran.returncode == 130
+    assert ran.stderr.strip() == "mmfact: interrupted; no partial file was left"
+    assert files(store) == []
+
+
+# --- streams that are closed -----------------------------------------------------------------------
+
+COMMANDS = {
+    "list": ("list",),
+    "inspect": ("inspect", "buffered"),
+    "verify": ("verify", "buffered"),
+    "compare": ("compare", "buffered"),
+    "compile": ("compile", "--workload", "sgd", "--n", "3", "--store", "new"),
+    "dry run": ("compile", "--workload", "sgd", "--n", "3", "--dry-run"),
+}
+
+
+@pytest.mark.parametrize("json_", [(), ("--json",)], ids=["table", "json"])
+@pytest.mark.parametrize("stream", ["1>&-", "2>&-", "1>&- 2>&-"])
+def test_closed_streams(script, vault, stream, json_):
+    """`mmfact ... >&-`: nobody listens, which is no failure and no traceback."""
+    lines = [" ".join([str(script), *command, *json_, stream, "; echo $? >&3"]) for command in COMMANDS.values()]
+    ran = subprocess.run(
+        ["bash", "-c", "exec 3>&1\n" + "\n".join(lines)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "MMFACT_STORE": str(vault)},
+    )
+    codes = [line for line in ran.stdout.splitlines() if re.fullmatch(r"\d+", line)]
+    assert "Traceback" not in ran.stderr, ran.stderr[-400:]
+    assert dict(zip(COMMANDS, codes, strict=True)) == dict.fromkeys(COMMANDS, "0")
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify", "compare", "dry run"])
+def test_stdout_on_a_full_disk(script, vault, command):
+    with open("/dev/full", "w") as full:
+        ran = subprocess.run(
+            [str(script), *COMMANDS[command]],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+            env={**os.environ, "MMFACT_STORE": str(vault)},
+        )
+    assert ran.returncode == 3
+    assert "No space left" in ran.stderr
+    assert "Traceback" not in ran.stderr
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify", "compare"])
+def test_readers_that_go_away(script, vault, command):
+    reader = subprocess.Popen(["true"], stdin=subprocess.PIPE)
+    reader.wait()
+    ran = subprocess.run(
+        [str(script), *COMMANDS[command], "--json"],
+        stdout=reader.stdin,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+        env={**os.environ, "MMFACT_STORE": str(vault)},
+    )
+    reader.stdin.close()
+    assert (ran.returncode, ran.stderr) == (0, "")
+
+
+# --- progress --------------------------------------------------------------------------------------
+
+
+def test_progress_moves_and_names_the_stages(script, store):
+    """A long compile on a terminal: what is compiled and how long it takes, the stages, and figures that change."""
+    command = (script, "compile", "--workload", "prefix-sum", "--n", 12_000, "--json", "--store", store)
+    code, out, text = on_terminal(command)
+    assert (code, json.loads(out)["tolerance_reached"]) == (0, True)
+    assert "prefix-sum, n = 12000 (about " in text
+    assert "optimum, iteration " in text
+    done = [int(share) for share in re.findall(r"strategy, (\d+)% done", text)]
+    assert len(set(done)) >= 4
+    assert done == sorted(done)
+    assert max(done) >= 50
+    assert re.search(r"\d+ buffers", text)
+
+
+def test_progress_of_the_paper_strategy(script, store):
+    command = (script, "compile", "--workload", "prefix-sum", "--n", 256, "--strategy", "banded-low-rank")
+    code, _, text = on_terminal((*command, "--store", store))
+    assert code == 0
+    assert len(set(re.findall(r"bandwidth \d+, rank \d+", text))) >= 2
