@@ -78,8 +78,8 @@ def artifact(ref: str, artifact: Artifact, *, note: str | None = None, provenanc
     if strategy.kind != "dense":
         table.add_row(
             "streaming",
-            f"{strategy.bytes_per_parameter} bytes a parameter in float32, {strategy.cost} multiply-adds a step and element, "
-            f"amplification {strategy.amplification():.2g}",
+            f"{strategy.bytes_per_parameter} bytes a parameter in float32, {strategy.cost} multiply-adds a step and "
+            f"element, amplification {strategy.amplification():.2g}",
         )
     fallback = ", after the structured solver's error budget was exceeded" if certificate.fell_back else ""
     table.add_row(

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from mmfact.factorize.dual import EPS, Array, Dual, Evaluation
 from mmfact.factorize import warm_start
+from mmfact.factorize.dual import EPS, Array, Dual, Evaluation
 from mmfact.factorize.dual_dense import DenseDual
 from mmfact.factorize.dual_structured import StructuredDual
 from mmfact.factorize.errors import WorkloadError

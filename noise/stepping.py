@@ -9,7 +9,7 @@ kernel or by one assignment.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,9 +17,11 @@ import numpy.typing as npt
 from numba import njit
 
 from mmfact.factorize.errors import StateError
+from mmfact.factorize.participation import Participation
 from mmfact.factorize.strategy.banded_low_rank import BandedLowRankStrategy
 from mmfact.factorize.strategy.buffered import BufferedStrategy
 from mmfact.factorize.strategy.dense import DenseStrategy
+from mmfact.factorize.workload import Workload
 from mmfact.store.artifact import Artifact
 
 # White rows are kept up to this much memory; beyond it they are drawn again at every step.
@@ -39,13 +41,22 @@ class Stepper(Protocol):
 
 @dataclass(frozen=True)
 class Stepping:
-    """How an artifact is streamed in one space: the stepper's maker, and the sensitivity of what it streams.
+    """How an artifact is streamed in one space: the stepper's maker, and what a stream must know beforehand.
 
     Attributes
     ----------
     sensitivity : float
+        Of what is streamed.
     smallest, largest : float
-        Of the standard deviations of a gradient-space row at unit noise: its own fresh part, all of it.
+        Of the standard deviations of a row at unit noise, in this space: its own fresh part at the least, all of it at
+        the most.
+    largest_buffer : float
+        The largest standard deviation of what is kept between steps in the stream's precision.
+    amplification : float
+        Rounding in the stream's precision moves a row by about that precision times this; 0 if it does not.
+    memory : callable
+        (dtype) -> bytes an element that are kept between and during steps, beside white row and output. Histories
+        that are drawn again where memory ends are not counted.
     start : callable
         (scale, size, dtype) -> Stepper; rows are multiplied by `scale`, buffers are held in `dtype`.
     """
@@ -53,6 +64,9 @@ class Stepping:
     sensitivity: float
     smallest: float
     largest: float
+    largest_buffer: float
+    amplification: float
+    memory: Callable[[np.dtype[Any]], int]
     start: Callable[[float, int, np.dtype[Any]], Stepper]
 
 
@@ -61,38 +75,89 @@ def stepping(artifact: Artifact, space: str) -> Stepping:
     workload, strategy = artifact.workload, artifact.strategy
     own_space = "iterate" if isinstance(strategy, BandedLowRankStrategy) else "gradient"
     if isinstance(strategy, DenseStrategy) or (space != own_space and not workload.structured):
-        # Without a recursion: rows of C^-1, or of A C^-1 for a workload that is itself a matrix.
-        dense = strategy if isinstance(strategy, DenseStrategy) else DenseStrategy.from_matrix(strategy.to_dense())
-        decode = workload.matrix if space == "iterate" else None
-        streaming = dense.streaming(artifact.participation, decode)
-        smallest, largest = _row_range(streaming.rows)
-        sensitivity = streaming.sensitivity
-
-        def leaf(scale: float, size: int, dtype: np.dtype[Any]) -> Stepper:
-            return Rows(streaming.rows * scale, size)
-
-        direct = space == "gradient" or decode is not None
+        way = _by_rows(artifact, space)
+        if space == own_space or not workload.structured:
+            return way
+    elif isinstance(strategy, BufferedStrategy):
+        way = _by_buffers(strategy, artifact.participation)
+    elif isinstance(strategy, BandedLowRankStrategy):
+        way = _by_band(strategy, artifact.participation)
     else:
-        sensitivity = strategy.sensitivity(artifact.participation)
-        smallest, largest = strategy.noise_range()
-        direct = space == own_space
+        raise StateError(f"a strategy of kind {strategy.kind} has no recursion that could be streamed")
+    if space == own_space:
+        return way
+    if isinstance(strategy, BandedLowRankStrategy):
+        return _differenced(way, strategy, workload)
+    return _optimized(way, artifact)
 
-        def leaf(scale: float, size: int, dtype: np.dtype[Any]) -> Stepper:
-            if isinstance(strategy, BandedLowRankStrategy):
-                return Band(strategy, scale, size, dtype)
-            if isinstance(strategy, BufferedStrategy):
-                return Buffers(strategy, scale, size, dtype)
-            raise StateError(f"a strategy of kind {strategy.kind} has no recursion that could be streamed")
 
-    def start(scale: float, size: int, dtype: np.dtype[Any]) -> Stepper:
-        stepper = leaf(scale, size, dtype)
-        if direct:
-            return stepper
-        if space == "iterate":
-            return Optimizer(*workload.state_space(), stepper, size)
-        return Difference(workload.inverse_bands()[0], stepper, size)
+def _by_rows(artifact: Artifact, space: str) -> Stepping:
+    """Without a recursion: rows of C^-1, or of A C^-1 for a workload that is itself a matrix."""
+    strategy = artifact.strategy
+    dense = strategy if isinstance(strategy, DenseStrategy) else DenseStrategy.from_matrix(strategy.to_dense())
+    streaming = dense.streaming(artifact.participation, artifact.workload.matrix if space == "iterate" else None)
+    rows = streaming.rows
+    return Stepping(
+        sensitivity=streaming.sensitivity,
+        smallest=float(np.abs(np.diag(rows)).min()),
+        largest=float(np.sqrt(np.einsum("ij,ij->i", rows, rows).max())),
+        largest_buffer=0.0,
+        amplification=0.0,
+        memory=lambda dtype: 8,
+        start=lambda scale, size, dtype: Rows(rows * scale, size),
+    )
 
-    return Stepping(sensitivity, smallest, largest, start)
+
+def _by_buffers(strategy: BufferedStrategy, participation: Participation) -> Stepping:
+    smallest, largest = strategy.noise_range()
+    return Stepping(
+        sensitivity=strategy.sensitivity(participation),
+        smallest=smallest,
+        largest=largest,
+        largest_buffer=strategy.largest_buffer(),
+        amplification=strategy.amplification(),
+        memory=lambda dtype: strategy.buffers * dtype.itemsize + 8,
+        start=lambda scale, size, dtype: Buffers(strategy, scale, size, dtype),
+    )
+
+
+def _by_band(strategy: BandedLowRankStrategy, participation: Participation) -> Stepping:
+    norms = np.linalg.norm(strategy.dense_decoder(), axis=1)
+    return Stepping(
+        sensitivity=strategy.sensitivity(participation),
+        smallest=float(strategy.band[:, 0].min()),
+        largest=float(norms.max()),
+        largest_buffer=1.0,
+        amplification=0.0,  # its sums are float64 whatever the stream's precision
+        memory=lambda dtype: strategy.bandwidth * dtype.itemsize + 8 * strategy.rank + 8,
+        start=lambda scale, size, dtype: Band(strategy, scale, size, dtype),
+    )
+
+
+def _optimized(way: Stepping, artifact: Artifact) -> Stepping:
+    """Iterate-space rows of `way`, whose rows are gradient-space: the optimizer run over them."""
+    transition, gain = artifact.workload.state_space()
+    _, max_error = artifact.strategy.errors(artifact.workload, artifact.participation)
+    return replace(
+        way,
+        smallest=way.smallest * float(np.abs(gain[:, -1]).min()),
+        largest=max_error / way.sensitivity,
+        memory=lambda dtype: way.memory(dtype) + 8 * gain.shape[1],
+        start=lambda scale, size, dtype: Optimizer(transition, gain, way.start(scale, size, dtype), size),
+    )
+
+
+def _differenced(way: Stepping, strategy: BandedLowRankStrategy, workload: Workload) -> Stepping:
+    """Gradient-space rows of `way`, whose rows are iterate-space: A^-1, banded, applied to the last few."""
+    bands = workload.inverse_bands()[0]
+    smallest, largest = strategy.noise_range()
+    return replace(
+        way,
+        smallest=smallest,
+        largest=largest,
+        memory=lambda dtype: way.memory(dtype) + 8 * len(bands) + 8,
+        start=lambda scale, size, dtype: Difference(bands, way.start(scale, size, dtype), size),
+    )
 
 
 class Rows:
@@ -182,35 +247,34 @@ class Optimizer:
         self, transition: npt.NDArray[np.float64], gain: npt.NDArray[np.float64], gradients: Stepper, size: int
     ) -> None:
         self._transition, self._gain, self._gradients = transition, gain, gradients
-        self._start = (0, np.zeros((gain.shape[1], size)))
-        self._state = self._start  # (rows seen, optimizer's state), replaced as one
+        self._state = np.zeros((gain.shape[1], size))
+        self._done = np.zeros(1, np.int64)
 
     def row(self, step: int, draw: Draw) -> Row:
-        if self._state[0] > step:
-            self._state = self._start
-        for past in range(self._state[0], step + 1):
-            # not a matrix product: BLAS may round differently for another shard's size
-            carried = (self._transition[past][:, :, None] * self._state[1]).sum(axis=1)
+        if self._done[0] > step:
+            self._done[0] = 0
+        for past in range(int(self._done[0]), step + 1):
             row = self._gradients.row(past, draw)
-            self._state = (past + 1, carried + self._gain[past][:, None] * row)
-        return self._state[1][-1]
+            _optimizer_step(row, self._transition[past], self._gain[past], self._state, self._done)
+        return self._state[-1]
 
 
 class Difference:
     """Gradient-space rows from iterate-space ones: A^-1, banded, applied to the last few."""
 
     def __init__(self, bands: npt.NDArray[np.float64], iterates: Stepper, size: int) -> None:
-        self._bands, self._iterates = bands, iterates
-        self._start = (0, np.zeros((len(bands), size)))
-        self._state = self._start  # (rows seen, the last of them, newest first), replaced as one
+        self._bands, self._iterates = np.ascontiguousarray(bands.T), iterates
+        self._last = np.zeros((len(bands), size))  # newest first
+        self._done = np.zeros(1, np.int64)
+        self._out = np.empty(size)
 
     def row(self, step: int, draw: Draw) -> Row:
-        if self._state[0] > step:
-            self._state = self._start
-        for past in range(self._state[0], step + 1):
+        if self._done[0] > step:
+            self._done[0] = 0
+        for past in range(int(self._done[0]), step + 1):
             row = self._iterates.row(past, draw)
-            self._state = (past + 1, np.vstack([row[None], self._state[1][:-1]]))
-        return (self._bands[:, step, None] * self._state[1]).sum(axis=0)
+            _difference_step(row, self._bands[past], self._last, self._done, self._out)
+        return self._out
 
 
 @njit(cache=True, nogil=True)
@@ -277,6 +341,34 @@ def _banded_step(
     done[0] += 1
 
 
-def _row_range(rows: npt.NDArray[np.float64]) -> tuple[float, float]:
-    """(smallest diagonal entry, largest row norm)."""
-    return float(np.abs(np.diag(rows)).min()), float(np.sqrt(np.einsum("ij,ij->i", rows, rows).max()))
+@njit(cache=True, nogil=True)
+def _optimizer_step(row: Row, transition: Row, gain: Row, state: Row, done: npt.NDArray[np.int64]) -> None:
+    m, size = state.shape
+    if done[0] == 0:
+        state[:] = 0.0
+    fresh = np.empty(m)
+    for e in range(size):
+        for a in range(m):
+            total = gain[a] * row[e]
+            for b in range(m):
+                total += transition[a, b] * state[b, e]
+            fresh[a] = total
+        for a in range(m):
+            state[a, e] = fresh[a]
+    done[0] += 1
+
+
+@njit(cache=True, nogil=True)
+def _difference_step(row: Row, bands: Row, last: Row, done: npt.NDArray[np.int64], out: Row) -> None:
+    width, size = last.shape
+    if done[0] == 0:
+        last[:] = 0.0
+    for e in range(size):
+        for k in range(width - 1, 0, -1):
+            last[k, e] = last[k - 1, e]
+        last[0, e] = row[e]
+        total = 0.0
+        for k in range(width):
+            total += bands[k] * last[k, e]
+        out[e] = total
+    done[0] += 1

@@ -20,11 +20,12 @@ import numpy.typing as npt
 from mmfact.factorize.errors import CapacityError, HorizonError, PrivacyError, StateError
 from mmfact.noise.key import NoiseKey
 from mmfact.noise.source import LARGEST_ROW, NONCE_BYTES, NoiseSource
-from mmfact.noise.stepping import Row, stepping
+from mmfact.noise.stepping import Row, Stepping, stepping
 from mmfact.store.artifact import Artifact
 
 STATE_VERSION = 1
 SPACES = ("gradient", "iterate")
+_LARGEST_ROUNDING = 2e-3  # of a row's white noise; the compiler stays below it
 DTYPES = ("float32", "float64")
 
 
@@ -120,21 +121,17 @@ class NoiseStream:
         if self.total > LARGEST_ROW:
             raise CapacityError(f"total = {self.total} elements are more than one row's keystream, {LARGEST_ROW}")
         self.artifact, self.name, self.space, self.dtype = artifact, name, space, np.dtype(precision)
-        held = (
-            0 if artifact.strategy.kind == "dense" else artifact.strategy.buffers
-        )  # dense: drawn again beyond a limit
-        _check_memory(self.size, self.dtype, held)
         self.key = key if key is not None else NoiseKey(secrets.token_bytes(32), recoverable=False)
         self.run = secrets.token_bytes(NONCE_BYTES) if run is None else run
         self._source = NoiseSource(self.key, self.run, artifact.digest, self.name, self.dtype)
         way = stepping(artifact, space)
+        _check_memory(self.size, self.dtype, way.memory(self.dtype))
         self.sensitivity = way.sensitivity
         scale = self.noise_multiplier * self.clip_norm * self.sensitivity
-        _check_range(scale, way.smallest, way.largest, self.dtype)
+        _check_range(scale, way, self.dtype)
         self._stepper = way.start(scale, self.size, self.dtype)
         self._lock = threading.Lock()
-        self._step = 0
-        self._skipped = 0
+        self._place = (0, 0)  # (step, steps skipped), replaced as one so that no interruption can part them
         self._committed = 0
         self._resumes: list[dict[str, Any]] = []
         self._process = os.getpid()
@@ -143,6 +140,14 @@ class NoiseStream:
     def step(self) -> int:
         """The step whose row `next` issues, counted from 0."""
         return self._step
+
+    @property
+    def _step(self) -> int:
+        return self._place[0]
+
+    @property
+    def _skipped(self) -> int:
+        return self._place[1]
 
     @property
     def horizon(self) -> int:
@@ -185,7 +190,8 @@ class NoiseStream:
                     "for; stop training, or compile a longer horizon for a new run"
                 )
             total = self._stepper.row(step, self._white)
-            self._step += 1  # before the row leaves: an interruption here loses a row but never repeats one
+            # before the row leaves: an interruption here loses a row but never repeats one
+            self._place = (step + 1, self._skipped)
             out[:] = total  # inside the lock: the stepper will use its array again
         return out
 
@@ -199,8 +205,7 @@ class NoiseStream:
                 raise StateError(
                     f"step {step} lies before the current step {self._step}: rows that were issued are not issued again"
                 )
-            self._skipped += step - self._step
-            self._step = step
+            self._place = (step, self._skipped + step - self._step)
 
     def commit(self) -> None:
         """Say that a checkpoint with this stream's state is durable; call it after each one is safely on disk.
@@ -312,7 +317,7 @@ class NoiseStream:
                     f"the state says {committed} rows committed and {skipped} skipped, but only {step} steps"
                 )
             stream.skip_to(step)
-            stream._committed, stream._skipped = committed, skipped
+            stream._committed, stream._place = committed, (step, skipped)
             stream._resumes = [*copy.deepcopy(state["resumes"]), {"step": step, "declared": resume}]
         except (KeyError, TypeError, ValueError) as error:
             raise StateError(
@@ -369,13 +374,24 @@ def _positive(what: str, value: Any) -> float:
     return number
 
 
-def _check_range(scale: float, smallest: float, largest: float, dtype: np.dtype[Any]) -> None:
+def _check_range(scale: float, way: Stepping, dtype: np.dtype[Any]) -> None:
     """Noise must neither vanish nor overflow in `dtype`, in any row: 64 standard deviations up, 2^-24 of one down."""
-    limits = np.finfo(dtype)
-    if not (scale * smallest * 2.0**-24 > limits.tiny and scale * largest * 64 < limits.max):
+    tiny, most = float(np.finfo(dtype).tiny), float(np.finfo(dtype).max)
+    if not (scale * way.smallest * 2.0**-24 > tiny and scale * way.largest * 64 < most):
         raise PrivacyError(
             f"noise_multiplier * clip_norm * sensitivity = {scale:.3g} gives noise that {dtype} cannot hold; "
             "rescale the gradients and the clip norm, or use dtype float64"
+        )
+    if not way.largest_buffer * 64 < most:
+        raise PrivacyError(
+            f"the strategy's buffers reach {way.largest_buffer:.3g}, which {dtype} cannot hold; use dtype float64"
+        )
+    error = way.amplification * float(np.finfo(dtype).eps)
+    if not error <= _LARGEST_ROUNDING:
+        raise PrivacyError(
+            f"in {dtype} this strategy's rows would be rounded by about {error:.1g} of their white noise "
+            f"({_LARGEST_ROUNDING:g} is allowed): it subtracts numbers that nearly cancel. "
+            + ("Use dtype float64" if dtype == np.float32 else "Compile the workload instead of giving its strategy")
         )
 
 
@@ -391,15 +407,15 @@ def _whole(what: str, value: Any, least: int) -> int:
     return int(value)
 
 
-def _check_memory(size: int, dtype: np.dtype[Any], buffers: int) -> None:
-    """A step holds the output, its float64 sum, one white row and the strategy's buffers."""
-    needed = size * (8 + (2 + buffers) * dtype.itemsize)
+def _check_memory(size: int, dtype: np.dtype[Any], held: int) -> None:
+    """A step holds the output, one white row with what it is drawn from, and `held` bytes an element of the stepper."""
+    needed = size * (2 * dtype.itemsize + held)
     try:
         available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):
         return
     if needed > available:
         raise CapacityError(
-            f"size = {size} needs {needed / 2**30:.1f} GiB with {buffers} buffers, more than this machine's "
+            f"size = {size} needs {needed / 2**30:.1f} GiB with this strategy's buffers, more than this machine's "
             f"{available / 2**30:.1f} GiB; split the vector into shards with offset and total"
         )

@@ -7,7 +7,8 @@ One file holds, in its root group, only these datasets:
     matrix            <f8 (n(n+1)/2,)    custom workloads: the rows of the lower triangle
     multipliers       <f8 (n,)
 
-and the strategy's coefficients, all <f4 or all <f8; the spec's strategy entry gives kind, buffers r, bandwidth K, rank R:
+and the strategy's coefficients, all <f4 or all <f8; the spec's strategy entry gives its kind and buffers r, or
+bandwidth K and rank R:
 
     dense             strategy.packed (n(n+1)/2,): the rows of the lower triangle
     buffered          strategy.c (n,), strategy.g, strategy.decay, strategy.q (n, r)
@@ -35,7 +36,7 @@ from mmfact.factorize.certificate import Certificate
 from mmfact.factorize.errors import ArtifactCorrupt, ArtifactVersionError, MmfactError
 from mmfact.factorize.participation import Participation
 from mmfact.factorize.strategy.banded_low_rank import BandedLowRankStrategy
-from mmfact.factorize.strategy.buffered import BufferedStrategy, largest_buffers
+from mmfact.factorize.strategy.buffered import LARGEST_ARRAY, BufferedStrategy, largest_buffers
 from mmfact.factorize.strategy.dense import DenseStrategy, order
 from mmfact.factorize.strategy.protocol import Strategy
 from mmfact.factorize.workload import LARGEST_DENSE, LARGEST_STRUCTURED, Workload
@@ -50,9 +51,9 @@ FORMAT = "mmfact-artifact"
 SCHEMA_VERSION = 2  # 1 knew the dense strategy only; such files are read for ever
 
 _LARGEST_SPEC = 1 << 20  # bytes
-_LARGEST_DATASET = 1 << 30  # bytes; the dense strategy's packed triangle needs 2^28
-# A custom workload holds two triangles; small datasets and HDF5's own structures fit into the rest.
-LARGEST_FILE = 2 * _LARGEST_DATASET + (1 << 26)
+_LARGEST_DATASET = 8 * LARGEST_ARRAY  # bytes; the dense strategy's packed triangle needs a quarter of it
+# A buffered strategy has three such arrays and a few of n numbers; HDF5's own structures fit into the rest.
+LARGEST_FILE = 4 * _LARGEST_DATASET
 _CHUNK = 1 << 16  # elements: half a megabyte, so that no read or checksum needs much memory
 # The whole numbers that, with n, give every shape of a strategy, and the least value of each.
 _PARAMETERS: dict[str, dict[str, int]] = {
@@ -238,14 +239,14 @@ def _dataset(file: h5py.File, name: str, shape: tuple[int, ...] | None, path: Pa
     if repeated or filters - _FILTERS or plist.get_layout() != h5py.h5d.CHUNKED:
         raise _corrupt(path, f"{name!r} uses filters or a layout that artifacts do not use")
     allowed = ("|u1",) if shape is None else ("<f8", "<f4") if name.startswith("strategy.") else ("<f8",)
-    if shape is None:
-        fits = dataset.ndim == 1 and 1 <= dataset.size <= _LARGEST_SPEC
-    else:
-        fits = dataset.shape == shape
+    fits = dataset.shape == shape or (shape is None and dataset.ndim == 1 and 1 <= dataset.size <= _LARGEST_SPEC)
     if not fits or dataset.dtype.str not in allowed or math.prod(dataset.chunks) > max(_CHUNK, *dataset.shape[1:], 1):
         raise _corrupt(
             path, f"{name!r} has shape {dataset.shape} and dtype {dataset.dtype}, which does not fit its spec"
         )
+    needed = math.prod(-(-size // chunk) for size, chunk in zip(dataset.shape, dataset.chunks, strict=True))
+    if dataset.id.get_num_chunks() != needed:
+        raise _corrupt(path, f"{name!r} lacks some of its {needed} chunks")
     if h5py.h5z.FILTER_DEFLATE in filters:
         _check_chunks(dataset, h5py.h5z.FILTER_FLETCHER32 in filters, path)
     return dataset[...]
@@ -317,7 +318,7 @@ def _assemble(spec: dict[str, Any], arrays: dict[str, npt.NDArray[Any]], digest:
     participation = Participation(**spec["participation"])
     certificate = _certificate(spec["certificate"], path)
     actual = strategy.sensitivity(participation)
-    if certificate.n != n or abs(certificate.sensitivity / actual - 1) > 1e-9:
+    if certificate.n != n or not abs(certificate.sensitivity / actual - 1) <= 1e-9:
         raise _corrupt(
             path, f"its certificate says sensitivity {certificate.sensitivity!r} but its coefficients have {actual!r}"
         )

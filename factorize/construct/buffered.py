@@ -47,23 +47,25 @@ Array = npt.NDArray[np.float64]
 Signs = npt.NDArray[np.int8]
 
 ROWS = 20  # of E; the blocks' singular values beyond are below 1e-9 at n = 2048 and 1e-6 at n = 131072
-_DENSE_ROWS = 64  # a matrix of the user may decay slowly
+_MOST_ROWS = 64  # beyond the numerical rank of any structured workload
 _OVERSAMPLING = 8
 _SPARE_ROWS = 6  # between the buffers asked for and the rows of E
 # Rounding errs by about 2^-24 of the amplification in each row that float32 buffers give.
 _STEADY = 1e4
 _OUT_OF_HAND = 1e8
-_FORGOTTEN = 1e-30  # decays below this are 0 in effect, and float32 could not hold them
+_FORGOTTEN = 1e-30  # coefficients below this are 0 in effect, and float32 could not hold them
 _NEGLIGIBLE = 1e-8  # singular values below this change the loss by less than rounding does
 
 
 def check_buffers(buffers: int, n: int) -> None:
     """Raise unless n allows that many buffers."""
     if not 1 <= buffers <= largest_buffers(n):
-        raise WorkloadError(
-            f"buffers = {buffers} must be between 1 and {largest_buffers(n)}: no block below the diagonal of an "
-            f"{n} x {n} matrix has a larger rank, so more could not improve anything"
+        why = (
+            f"no block below the diagonal of an {n} x {n} matrix has a larger rank, so more could not improve anything"
+            if largest_buffers(n) == max(1, n // 2)
+            else f"more could not be stored or certified for n = {n}, nor would they improve anything"
         )
+        raise WorkloadError(f"buffers = {buffers} must be between 1 and {largest_buffers(n)}: {why}")
 
 
 def build(
@@ -94,11 +96,12 @@ def build(
     n = workload.n
     if buffers is not None:
         check_buffers(buffers, n)
-    rows = max(ROWS if optimum.method == "structured" else _DENSE_ROWS, (buffers or 0) + _SPARE_ROWS)
+    rows = min(max(ROWS, (buffers or 0) + _SPARE_ROWS), _MOST_ROWS)
     if optimum.method == "structured":
         c, g, F, q = _factor_structured(optimum.evaluation.context, rows, on_progress)
     else:
         check_dense(n, "the buffered strategy of a workload without a banded inverse")
+        rows = max(_MOST_ROWS, (buffers or 0) + _SPARE_ROWS)  # a matrix of the user may decay slowly
         c, g, F, q = _factor_dense(dense.build(workload, optimum, participation).to_dense(), rows, on_progress)
     if not (np.isfinite(c).all() and np.isfinite(F).all()):
         raise SolverError(
@@ -190,11 +193,12 @@ def _ship(c: Array, g: Array, decay: Array, q: Array, dtype: np.dtype[np.floatin
     with np.errstate(divide="ignore", invalid="ignore"):
         change = np.where(shipped > 0, decay / shipped.astype(np.float64), 1.0)
     unit = np.cumprod(np.vstack([np.ones_like(change[:1]), change]), axis=0)
+    g, q = g * unit[:-1], q / norms[:, None] / unit[1:]
     return BufferedStrategy(
         (c / norms).astype(dtype),
-        (g * unit[:-1]).astype(dtype),
+        np.where(np.abs(g) < _FORGOTTEN, 0.0, g).astype(dtype),
         shipped,
-        (q / norms[:, None] / unit[1:]).astype(dtype),
+        np.where(np.abs(q) < _FORGOTTEN, 0.0, q).astype(dtype),
     )
 
 

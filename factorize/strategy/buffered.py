@@ -26,6 +26,10 @@ from mmfact.factorize.workload import LARGEST_STRUCTURED, Workload, check_dense
 
 Array = npt.NDArray[np.float64]
 
+# Coefficients in one array (1 GiB in float64), and multiply-adds of a sensitivity's recursion, n r^2 (about a minute).
+LARGEST_ARRAY = 1 << 27
+_LARGEST_RECURSION = 1 << 33
+
 _EPS = float(np.finfo(np.float64).eps)
 
 
@@ -134,6 +138,10 @@ class BufferedStrategy:
         """Of the standard deviations of a row of C^-1 Z: its own fresh part at the least, all of it at the most."""
         return 1.0 / float(self.c.max()), _streamed(*self._doubles())[1]
 
+    def largest_buffer(self) -> float:
+        """The largest standard deviation that a buffer reaches."""
+        return _streamed(*self._doubles())[2]
+
     def to_dense(self) -> Array:
         check_dense(self.n, "the matrix C")
         return _dense(*self._doubles())
@@ -155,8 +163,8 @@ class BufferedStrategy:
 
 
 def largest_buffers(n: int) -> int:
-    """The largest rank that a block below the diagonal of an n x n matrix can have."""
-    return max(1, n // 2)
+    """The largest rank that a block below the diagonal of an n x n matrix can have, where it can be handled at all."""
+    return max(1, min(n // 2, LARGEST_ARRAY // n, math.isqrt(_LARGEST_RECURSION // n)))
 
 
 @njit(cache=True, nogil=True)
@@ -275,16 +283,18 @@ def _variances(c: Array, g: Array, decay: Array, q: Array, Phi: Array, b: Array)
 
 
 @njit(cache=True, nogil=True)
-def _streamed(c: Array, g: Array, decay: Array, q: Array) -> tuple[float, float]:
-    """Largest amplification, and largest standard deviation of y."""
+def _streamed(c: Array, g: Array, decay: Array, q: Array) -> tuple[float, float, float]:
+    """Largest amplification, and largest standard deviations of y and of a buffer."""
     n, r = g.shape
     P = np.zeros((r, r))
     t = np.zeros(r)
-    largest, deviation = 0.0, 0.0
+    largest, deviation, buffer = 0.0, 0.0, 0.0
     for i in range(n):
         reach, variance = 0.0, 1.0
         for a in range(r):
-            reach += abs(g[i, a]) * math.sqrt(max(P[a, a], 0.0))
+            spread = math.sqrt(max(P[a, a], 0.0))
+            buffer = max(buffer, spread)
+            reach += abs(g[i, a]) * spread
             total = 0.0
             for o in range(r):
                 total -= P[a, o] * g[i, o]
@@ -292,14 +302,14 @@ def _streamed(c: Array, g: Array, decay: Array, q: Array) -> tuple[float, float]
             variance -= total * g[i, a]
         largest = max(largest, reach)
         variance = variance / c[i] ** 2
-        deviation = max(deviation, math.sqrt(variance))
+        deviation = max(deviation, math.sqrt(max(variance, 0.0)))
         for a in range(r):
             for o in range(r):
                 P[a, o] *= decay[i, a] * decay[i, o]
         for a in range(r):
             for o in range(r):
                 P[a, o] += decay[i, a] * t[a] * q[i, o] + q[i, a] * t[o] * decay[i, o] + variance * q[i, a] * q[i, o]
-    return largest, deviation
+    return largest, deviation, buffer
 
 
 @njit(cache=True, nogil=True)

@@ -99,23 +99,25 @@ def check(content, artifact):
     assert content["provenance"] == json.loads(json.dumps(artifact.provenance))
     strategy, n = artifact.strategy, artifact.n
     r, w = strategy.buffers, {"prefix-sum": 1, "sgd": 1, "momentum": 2}.get(artifact.workload.kind)
+    # what streaming keeps, its bytes in float32 (what is differenced, in float64) and the work of a step
     shape = {
-        "dense": lambda: ({}, n, None),
-        "buffered": lambda: ({"buffers": r}, r, 3 * r + 1),
+        "dense": lambda: ({}, n, 4 * n, n),
+        "buffered": lambda: ({"buffers": r}, r, 4 * r, 3 * r + 1),
         "banded-low-rank": lambda: (
             {"bandwidth": strategy.bandwidth, "rank": strategy.rank},
             strategy.bandwidth - 1 + strategy.rank + w,
+            4 * (strategy.bandwidth - 1) + 8 * (strategy.rank + w),
             strategy.bandwidth + 2 * strategy.rank + w + 1,
         ),
     }
-    parameters, buffers, cost = shape[strategy.kind]()
+    parameters, buffers, memory, cost = shape[strategy.kind]()
     assert content["strategy"] == {
         "kind": strategy.kind,
         "dtype": strategy.dtype.name,
         **parameters,
         "buffers": buffers,
-        "bytes_per_parameter": 4 * buffers,
-        "multiply_adds": strategy.cost if cost is None else cost,
+        "bytes_per_parameter": memory,
+        "multiply_adds": cost,
         "amplification": None if strategy.kind == "dense" else strategy.amplification(),
     }
     for name in ("loss", "lower_bound", "sensitivity", "max_error", "iterations", "method", "n", "residual"):

@@ -343,7 +343,6 @@ USAGE = {
     "buffers a word": (*SMALL, "--buffers", "few"),
     "buffers a fraction": (*SMALL, "--buffers", 1.5),
     "bandwidth a word": (*SMALL, *LOW_RANK, "--bandwidth", "wide"),
-    "rank missing": (*SMALL, *LOW_RANK, "--rank"),
 }
 
 
@@ -528,7 +527,7 @@ def test_interrupt_at_any_time(mmfact, store, files, monkeypatch, strategy, wher
             continue
         assert (ran.code, ran.out) == (130, "")
         assert ran.err.strip().startswith("mmfact: interrupted")
-        assert ran.err.count("\n") == 1
+        assert ran.err.strip().count("\n") == 0
     assert files(store) == []
 
 
@@ -548,7 +547,7 @@ def test_interrupt_of_a_comparison(mmfact, vault, monkeypatch, name):
     monkeypatch.setattr(comparison.baselines, "baselines", interrupted)
     ran = mmfact("compare", "buffered", "--store", vault)
     assert (ran.code, ran.out) == (130, "")
-    assert ran.err == "mmfact: interrupted; no partial file was left\n"
+    assert ran.err.strip() == "mmfact: interrupted; no partial file was left"
 
 
 def test_interrupt_while_the_file_is_written(mmfact, store, files, monkeypatch):

@@ -13,6 +13,8 @@ import time
 
 import pytest
 
+from mmfact.cli.main import main
+
 WORD = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]|[\r\n]")
 
 
@@ -75,31 +77,35 @@ def test_interrupt_of_a_comparison(script, store):
 
 
 # Compiled code does not look at signals: the interrupt is pending when it returns, and must be seen as one.
+# (The first, small compile loads the kernels.)
 DURING = """
-import os, signal, sys, threading
+import contextlib, os, signal, sys, threading
 from mmfact.cli.main import main
 import mmfact.factorize.{module} as module
+command = ["compile", "--workload", "prefix-sum", "--store", sys.argv[1], "--n"]
+with contextlib.suppress(SystemExit), contextlib.redirect_stdout(None):
+    main([*command, "16", "--dry-run"])
+    main(["compare", "--workload", "prefix-sum", "--n", "16"])
 real = module.{name}
-def slow(*arguments):
-    threading.Timer(0.02, os.kill, (os.getpid(), signal.SIGINT)).start()
-    return [real(*arguments) for _ in range(20)][-1]
-module.{name} = slow
-main(["compile", "--workload", "prefix-sum", "--n", "1500", "--store", sys.argv[1]])
+def interrupted(*arguments):
+    timer = threading.Timer(0.004, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    return real(*arguments)
+module.{name} = interrupted
+main([*command, "2000"])
 """
 
 
 @pytest.mark.parametrize(
     ("module", "name"),
     [
-        ("construct.buffered", "_factor_segment"),
         ("construct.buffered", "_balance"),
         ("construct.buffered", "_diagonalise"),
         ("strategy.buffered", "_column_energies"),
-        ("strategy.buffered", "_variances"),
     ],
 )
 def test_interrupt_inside_compiled_code(store, files, module, name):
-    """A real signal during each kernel of the strategy."""
+    """A real signal during kernels of the strategy; the others return in the same way."""
     ran = subprocess.run(
         [sys.executable, "-c", DURING.format(module=module, name=name), str(store)],
         capture_output=True,
@@ -126,23 +132,32 @@ COMMANDS = {
 
 
 @pytest.mark.parametrize("json_", [(), ("--json",)], ids=["table", "json"])
-@pytest.mark.parametrize("stream", ["1>&-", "2>&-", "1>&- 2>&-"])
-def test_closed_streams(script, vault, stream, json_):
-    """`mmfact ... >&-`: nobody listens, which is no failure and no traceback."""
-    lines = [" ".join([str(script), *command, *json_, stream, "; echo $? >&3"]) for command in COMMANDS.values()]
+@pytest.mark.parametrize("streams", [("stdout",), ("stderr",), ("stdout", "stderr")], ids="+".join)
+@pytest.mark.parametrize("name", COMMANDS)
+def test_closed_streams(vault, monkeypatch, name, streams, json_):
+    """`mmfact ... >&-`: nobody listens, which is no failure and no traceback. Python has None for such a stream."""
+    monkeypatch.setenv("MMFACT_STORE", str(vault))
+    for stream in streams:
+        monkeypatch.setattr(sys, stream, None)
+    with pytest.raises(SystemExit) as end:
+        main([*COMMANDS[name], *json_])
+    assert end.value.code == 0
+
+
+@pytest.mark.parametrize("stream", ["1>&-", "2>&-"])
+def test_closed_streams_of_a_process(script, stream, store):
     ran = subprocess.run(
-        ["bash", "-c", "exec 3>&1\n" + "\n".join(lines)],
+        ["bash", "-c", f"{script} compile --workload sgd --n 3 --store {store} {stream}"],
         capture_output=True,
         text=True,
         check=False,
-        env={**os.environ, "MMFACT_STORE": str(vault)},
     )
-    codes = [line for line in ran.stdout.splitlines() if re.fullmatch(r"\d+", line)]
     assert "Traceback" not in ran.stderr, ran.stderr[-400:]
-    assert dict(zip(COMMANDS, codes, strict=True)) == dict.fromkeys(COMMANDS, "0")
+    assert ran.returncode == 0
+    assert (store / "refs" / "sgd-n3.json").is_file()
 
 
-@pytest.mark.parametrize("command", ["inspect", "verify", "compare", "dry run"])
+@pytest.mark.parametrize("command", ["compare", "dry run"])
 def test_stdout_on_a_full_disk(script, vault, command):
     with open("/dev/full", "w") as full:
         ran = subprocess.run(
@@ -158,12 +173,11 @@ def test_stdout_on_a_full_disk(script, vault, command):
     assert "Traceback" not in ran.stderr
 
 
-@pytest.mark.parametrize("command", ["inspect", "verify", "compare"])
-def test_readers_that_go_away(script, vault, command):
+def test_reader_that_goes_away(script, vault):
     reader = subprocess.Popen(["true"], stdin=subprocess.PIPE)
     reader.wait()
     ran = subprocess.run(
-        [str(script), *COMMANDS[command], "--json"],
+        [str(script), *COMMANDS["compare"], "--json"],
         stdout=reader.stdin,
         stderr=subprocess.PIPE,
         text=True,

@@ -155,10 +155,6 @@ OTHERS = {
         "strategy.c": np.ones_like(arrays["strategy.c"]),
         "strategy.q": np.zeros_like(arrays["strategy.q"]),
     },
-    "everything scaled": lambda arrays: {
-        "strategy.c": arrays["strategy.c"] * 2,
-        "strategy.q": arrays["strategy.q"] * 2,
-    },
     "one column": lambda arrays: {"strategy.c": at(arrays["strategy.c"], 12, 2.0)},
     "one diagonal entry smaller": lambda arrays: {"strategy.c": at(arrays["strategy.c"], 12, 0.5)},
     "g and q swapped": lambda arrays: swapped(arrays, "g", "q"),
@@ -193,11 +189,15 @@ def test_another_strategy(mmfact, vault, store, forge, arrays, name):
     assert mmfact("inspect", "other", "--store", store).code == 0
 
 
-def test_signs_of_a_buffer_are_nobodys_business(mmfact, vault, store, forge, arrays):
-    """-g and -q are the same C: verified."""
+def test_what_changes_nothing_passes(mmfact, vault, store, forge, arrays, buffered):
+    """-g and -q are the same C; 2 C with twice the sensitivity is the same mechanism."""
     changed = {name: -arrays[name] for name in ("strategy.g", "strategy.q")}
     forge(vault, "buffered", store, "same", arrays=changed)
     assert mmfact("verify", "same", "--store", store).code == 0
+    changed = {name: arrays[name] * 2 for name in ("strategy.c", "strategy.q")}
+    twice = 2 * buffered.certificate.sensitivity
+    forge(vault, "buffered", store, "twice", lambda spec: spec["certificate"].update(sensitivity=twice), changed)
+    assert mmfact("verify", "twice", "--store", store).code == 0
 
 
 # --- banded-low-rank -------------------------------------------------------------------------------
