@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from mmfact.factorize.workload import Workload
     from mmfact.store.artifact import Artifact
 
+# What a cast of the coefficients to float32 may cost in excess; seen: 1e-7 to 8e-7 up to n = 1048576.
+_FLOAT32_COSTS = 2e-6
+
 # Exit codes (design.md, section 8)
 ANSWER_NO, BAD_INPUT, MACHINE_FAILED, INTERRUPTED = 1, 2, 3, 130
 
@@ -138,6 +141,8 @@ def compile_command(**choices: Any) -> None:
 
     workload, options = _described(choices)
     ref = default_ref(workload, options) if choices["name"] is None else choices["name"]
+    store = ArtifactStore(choices["store"])
+    taken = store.has(ref)  # refuses a ref that no artifact may have
     expected = estimate(workload, options)
     if choices["dry_run"]:
         if choices["as_json"]:
@@ -145,8 +150,7 @@ def compile_command(**choices: Any) -> None:
         else:
             click.echo(f"{ref}: {render.estimate(expected)}")
         return
-    store = ArtifactStore(choices["store"])
-    artifact = _already_there(store, ref, workload, options)
+    artifact = _already_there(store, ref, workload, options) if taken else None
     fresh = artifact is None
     if artifact is None:
         store.prepare()
@@ -173,17 +177,18 @@ def _advice(options: Options, artifact: Artifact) -> str:
     """What to do about an excess above the tolerance."""
     if options.method == "fixed-point":
         return "use --method auto"
+    ways = []
     if options.buffers is not None and artifact.strategy.buffers == options.buffers:
-        return "use more --buffers, or leave them out to have the fewest that suffice"
+        ways.append("more --buffers (left out, the fewest that suffice are taken)")
     if options.bandwidth is not None or options.rank is not None:
-        return "raise --bandwidth or --rank, or leave both out to have the cheapest that suffice"
-    if options.strategy == "buffered" and not artifact.workload.structured:
-        return "use --strategy dense: this matrix is not of low rank off its diagonal; or raise --tolerance"
-    if options.dtype == "float32":
-        return "use --dtype float64, or raise --tolerance"
-    if options.strategy != "dense" and artifact.n <= 8192:
-        return "use --strategy dense, or raise --tolerance"
-    return "raise --tolerance: this is as close as double precision comes"
+        ways.append("a larger --bandwidth or --rank (left out, the cheapest that suffice are taken)")
+    if options.dtype == "float32" and (options.tolerance < _FLOAT32_COSTS or not ways):
+        ways.append(f"--dtype float64 (float32 coefficients alone cost up to {_FLOAT32_COSTS:g})")
+    if not ways and options.strategy != "dense" and artifact.n <= 8192:
+        ways.append("--strategy dense")
+    if not ways:
+        return "raise --tolerance: this is as close as double precision comes"
+    return f"use {' and '.join(ways)}, or raise --tolerance"
 
 
 @commands.command("compare")
@@ -346,7 +351,20 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         sys.exit(0)
     except OSError as error:
         _fail(f"the machine failed: {error}", MACHINE_FAILED, arguments)
+    except (SystemError, ImportError) as error:
+        if not _came_from_interrupt(error):
+            raise
+        _fail("interrupted; no partial file was left", INTERRUPTED)
     sys.exit(0)
+
+
+def _came_from_interrupt(error: BaseException | None) -> bool:
+    """Ctrl-C inside numba's boxing of arrays, or inside an import, comes out as the cause of another error."""
+    while error is not None:
+        if isinstance(error, KeyboardInterrupt):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 @contextlib.contextmanager
@@ -425,11 +443,9 @@ def _workload(choices: dict[str, Any]) -> Workload:
 
 
 def _already_there(store: Any, ref: str, workload: Workload, options: Options) -> Any:
-    """The artifact that `ref` names, if it is what was asked for; None if the ref is free."""
+    """The artifact that `ref` names, which must be what was asked for."""
     from mmfact.factorize.errors import RefError
 
-    if not store.has(ref):
-        return None
     artifact = store.load(ref)
     if not artifact.workload.same_as(workload) or artifact.provenance.get("options") != options.spec():
         raise RefError(

@@ -25,10 +25,13 @@ if TYPE_CHECKING:
     from mmfact.store.store import Entry
 
 
+_WORTH_SAYING = 5e-4  # less than a tenth of a percent is no gain
+
+
 @contextlib.contextmanager
 def working(what: str) -> Iterator[Callable[[Progress], None]]:
     """Progress of a computation on stderr, only when that is a terminal."""
-    if not sys.stderr.isatty():  # not rich's is_terminal, which FORCE_COLOR overrules
+    if sys.stderr is None or not sys.stderr.isatty():  # not rich's is_terminal, which FORCE_COLOR overrules
         yield lambda progress: None
         return
     with Console(stderr=True).status(f"{what}: starting") as status:
@@ -126,8 +129,9 @@ def _form(strategy: Strategy) -> str:
     if strategy.kind == "dense":
         return f"dense, {strategy.dtype.name}; streams with up to {strategy.buffers} vectors of model size"
     parameters = {name: value for name, value in strategy.parameters().items() if name != "buffers"}
+    count = "1 buffer" if strategy.buffers == 1 else f"{strategy.buffers} buffers"
     parts = [strategy.kind, strategy.dtype.name, *(f"{name} {value}" for name, value in parameters.items())]
-    return ", ".join(parts) + f"; streams with {strategy.buffers} buffers of model size"
+    return ", ".join(parts) + f"; streams with {count} of model size"
 
 
 def comparison(ref: str, artifact: Artifact, result: Comparison) -> None:
@@ -152,9 +156,9 @@ def comparison(ref: str, artifact: Artifact, result: Comparison) -> None:
     for name, why in result.left_out.items():
         _show(f"left out: {name} ({why})")
     for other in result.rows:
-        if other.name == "prefix-sum optimum":
-            gain = other.loss / artifact.certificate.loss - 1
-            _show(f"optimising for this workload, not for prefix sums, lowers the loss by {gain / (1 + gain):.1%}")
+        saved = 1 - artifact.certificate.loss / other.loss
+        if other.name == "prefix-sum optimum" and saved >= _WORTH_SAYING:
+            _show(f"optimising for this workload, not for prefix sums, lowers the loss by {saved:.1%}")
 
 
 def comparison_as_dict(ref: str, artifact: Artifact, result: Comparison) -> dict[str, Any]:
@@ -286,7 +290,7 @@ def size(count: int) -> str:
     """Bytes for people."""
     amount = float(count)
     for unit in ("B", "KiB", "MiB"):
-        if amount < 1024:
+        if amount < 999.5:
             return f"{amount:.3g} {unit}"
         amount /= 1024
     return f"{amount:.3g} GiB"
@@ -294,6 +298,8 @@ def size(count: int) -> str:
 
 def _show(*parts: RenderableType) -> None:
     """Print on stdout; when that is no terminal, in whole lines without padding, for grep and diff."""
+    if sys.stdout is None:  # closed by the shell: nobody to show anything to
+        return
     if sys.stdout.isatty():
         Console(highlight=False, markup=False).print(*parts, sep="\n")
         return

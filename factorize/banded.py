@@ -25,6 +25,13 @@ Array = npt.NDArray[np.float64]
 
 
 @njit(cache=True, nogil=True)
+def _length(x: float, y: float) -> float:
+    """norm2 of (x, y), also where the squares would vanish."""
+    square = x * x + y * y
+    return math.sqrt(square) if square > 1e-280 else math.hypot(x, y)
+
+
+@njit(cache=True, nogil=True)
 def selected_inverse(bands: Array, v: Array, s: float, transition: Array, inverse: Array) -> None:
     """Fill `transition` and `inverse` (both (w, n)) for T = L L' + s diag(v).
 
@@ -51,7 +58,7 @@ def selected_inverse(bands: Array, v: Array, s: float, transition: Array, invers
                 if b == 0.0:
                     continue
                 a = triangle[c, c]
-                r = math.sqrt(a * a + b * b)
+                r = _length(a, b)
                 cosine, sine = a / r, b / r
                 triangle[c, c] = r
                 for m in range(c + 1, w + 1):
@@ -88,7 +95,7 @@ def selected_inverse(bands: Array, v: Array, s: float, transition: Array, invers
             if y == 0.0:
                 continue
             x = factor[0, 0]
-            r = math.sqrt(x * x + y * y)
+            r = _length(x, y)
             cosine, sine = x / r, y / r
             factor[0, 0] = r
             factor[0, b] = 0.0

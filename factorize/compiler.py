@@ -94,7 +94,7 @@ class Options:
         if self.tolerance != default.tolerance:
             parts.append(f"tolerance{self.tolerance!r}")
         if self.method != default.method:
-            parts.append(self.method)
+            parts.append(f"method-{self.method}")
         return "".join(f"-{part}" for part in parts)
 
     def spec(self) -> dict[str, Any]:
@@ -113,8 +113,10 @@ def check(workload: Workload, options: Options) -> None:
     if options.strategy == "buffered":
         if options.buffers is not None:
             buffered.check_buffers(options.buffers, n)
-        if not workload.structured or options.method == "dense":
+        if not workload.structured:
             check_dense(n, "the buffered strategy of a workload without a banded inverse")
+        if options.method == "dense":
+            check_dense(n, "the dense solver, asked for by method dense (auto is linear for this workload),")
     else:
         check_dense(n, f"the {options.strategy} strategy")
     if options.strategy == "banded-low-rank":

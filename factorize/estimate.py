@@ -11,18 +11,21 @@ from dataclasses import dataclass
 from mmfact.factorize.compiler import Options
 from mmfact.factorize.construct.buffered import ROWS
 from mmfact.factorize.dual_structured import StructuredDual
+from mmfact.factorize.errors import SolverError
 from mmfact.factorize.workload import Workload
 
 # Seconds; fitted by benchmarks/estimate.py
-_START = 0.5
-_SOLVE = 2e-7  # a step, pole and squared bandwidth of A^-1; more with momentum, whose optimum takes more products
-_SOLVE_MOMENTUM = 6e-7
-_STRATEGY = 1.5e-4  # a step
-_DENSE_SOLVE = 8e-11  # a cubed step
-_PAIR = 1.5e-9  # a squared step, for each of about a dozen fits and their figures
+_START = 1.0
+_SOLVE = 4.0e-7  # a step, pole and squared bandwidth of A^-1, without momentum
+_SOLVE_MOMENTUM = 7.5e-7  # with it the optimum takes more products
+_STRATEGY = 1.2e-4  # a step
+_CUBED = 1.0e-10  # a cubed step, for each product or solve with dense triangles
+_DENSE_SOLVER = 125  # of them: about a dozen singular value decompositions
+_FITS = 12  # pairs of bandwidth and rank that are tried, two each
 # Bytes
-_BASE = 250 << 20
+_BASE = 185 << 20
 _MATRICES = 6  # of n x n float64
+_SOLVER_MATRICES = 12
 
 
 @dataclass(frozen=True)
@@ -45,20 +48,23 @@ def estimate(workload: Workload, options: Options) -> Estimate:
     """The time and memory that `compile` will take."""
     n = workload.n
     seconds, memory = _START, float(_BASE)
-    structured = workload.structured and options.method != "dense"
-    if structured:
-        dual = StructuredDual(workload.in_own_unit()[1])
-        poles, w = len(dual.poles(dual.start()).shifts), len(dual.bands) - 1
-        seconds += (_SOLVE if w == 1 else _SOLVE_MOMENTUM) * n * poles * w * w
-        memory += 8 * n * (4 * poles * w + 60)
-    else:
-        seconds += _DENSE_SOLVE * n**3
-        memory = max(memory, _BASE + 8.0 * _MATRICES * n * n)
+    dense = not workload.structured or options.method == "dense"
+    if not dense:
+        try:
+            dual = StructuredDual(workload.in_own_unit()[1])
+            poles, w = len(dual.poles(dual.start()).shifts), len(dual.bands) - 1
+            seconds += (_SOLVE if w == 1 else _SOLVE_MOMENTUM) * n * poles * w * w
+            memory += 8 * n * (4 * poles * w + 60)
+        except SolverError:  # the compiler will go the dense way too
+            dense = True
+    cubes, matrices = (_DENSE_SOLVER, _SOLVER_MATRICES) if dense else (0, _MATRICES)
     if options.strategy == "buffered":
         seconds += _STRATEGY * n
         memory += 8 * n * (ROWS * ROWS + 5 * ROWS)
     else:
-        memory = max(memory, _BASE + 8.0 * _MATRICES * n * n)
-    if options.strategy == "banded-low-rank":
-        seconds += 12 * _PAIR * n * n
+        chosen = options.strategy == "dense" or (options.bandwidth and options.rank)
+        cubes += 2 if chosen else 2 * _FITS
+    seconds += cubes * _CUBED * n**3
+    if cubes:
+        memory = max(memory, _BASE + 8.0 * matrices * n * n)
     return Estimate(seconds, int(memory))

@@ -20,7 +20,7 @@ from mmfact.factorize import warm_start
 from mmfact.factorize.dual import EPS, Array, Dual, Evaluation
 from mmfact.factorize.dual_dense import DenseDual
 from mmfact.factorize.dual_structured import StructuredDual
-from mmfact.factorize.errors import WorkloadError
+from mmfact.factorize.errors import SolverError, WorkloadError
 from mmfact.factorize.workload import LARGEST_DENSE, Workload, check_dense
 
 METHODS = ("auto", "structured", "dense", "fixed-point")
@@ -152,6 +152,22 @@ def solve(
     if dense:
         check_dense(workload.n, "the dense solver")
     unit, workload = workload.in_own_unit()
+    if method == "auto" and not dense and workload.n <= LARGEST_DENSE:
+        try:
+            return _solve(workload, unit, method, False, tolerance, on_progress)
+        except SolverError:  # no poles for so large a condition number, or digits lost on the way
+            return replace(_solve(workload, unit, method, True, tolerance, on_progress), fell_back=True)
+    return _solve(workload, unit, method, dense, tolerance, on_progress)
+
+
+def _solve(
+    workload: Workload,
+    unit: float,
+    method: str,
+    dense: bool,
+    tolerance: float,
+    on_progress: Callable[[Progress], None],
+) -> Optimum:
     dual: Dual = DenseDual(workload) if dense else StructuredDual(workload)
     if method == "fixed-point":
         run = _fixed_point(dual, dual.start(), tolerance, on_progress)

@@ -125,3 +125,9 @@ def test_the_estimate_is_of_the_right_size(mmfact, store, options):
     begun = time.process_time()
     assert mmfact(*command).code in (0, 1)
     assert time.process_time() - begun < 10 * expected
+
+
+def test_memory_is_written_as_a_person_would(dry):
+    """1.02e+03 MiB is 1 GiB."""
+    for n in range(3900, 4200, 20):
+        assert "e+" not in dry("--workload", "momentum", "--n", n, *DENSE).out

@@ -106,7 +106,7 @@ class TestStrategy:
 
     def test_amplification_is_that_of_a_dense_computation(self):
         strategy = random_strategy(25, 3, 5)
-        c, g, decay, q = strategy.coefficients().values()
+        _, g, decay, q = strategy.coefficients().values()
         noising = strategy.noising()
         h = np.zeros((3, 25))  # as rows of coefficients of z
         worst = 0.0
