@@ -19,8 +19,8 @@ import tempfile
 import time
 
 COMMANDS = (
-    ("--workload", "momentum", "--n", "2048"),
-    ("--workload", "momentum", "--n", "2048", "--lr-schedule", "cooldown"),
+    ("--workload", "momentum", "--n", "2048", "--strategy", "dense"),
+    ("--workload", "momentum", "--n", "2048", "--lr-schedule", "cooldown", "--strategy", "dense"),
 )
 MAIN = "from mmfact.cli.main import main; main()"
 SECONDS, GIBIBYTES, EXCESS = 15.0, 1.5, 1e-8
