@@ -84,7 +84,7 @@ def certify(workload: Workload, strategy: Strategy, optimum: Optimum, participat
         loss=loss,
         lower_bound=optimum.lower_bound,
         sensitivity=strategy.sensitivity(participation),
-        sensitivity_kind="exact",
+        sensitivity_kind=strategy.sensitivity_kind,
         max_error=max_error,
         quadrature_error=optimum.quadrature_error,
         rounding=optimum.rounding,

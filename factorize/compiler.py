@@ -94,7 +94,7 @@ class Options:
         if self.tolerance != default.tolerance:
             parts.append(f"tolerance{self.tolerance!r}")
         if self.method != default.method:
-            parts.append(f"method-{self.method}")
+            parts.append(f"method-{self.method}" if self.method in STRATEGIES else self.method)
         return "".join(f"-{part}" for part in parts)
 
     def spec(self) -> dict[str, Any]:

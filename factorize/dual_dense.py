@@ -61,4 +61,5 @@ class DenseDual:
 
 def _divided_difference(sigma: Array) -> Array:
     """sigma_a sigma_b / (sigma_a + sigma_b), the derivative of the square root in its eigenbasis."""
-    return np.multiply.outer(sigma, sigma) / np.add.outer(sigma, sigma)
+    total = np.add.outer(sigma, sigma)
+    return np.divide(np.multiply.outer(sigma, sigma), total, out=np.zeros_like(total), where=total > 0)

@@ -311,7 +311,7 @@ def check_horizon(n: int) -> None:
     if n > LARGEST_STRUCTURED:
         raise CapacityError(
             f"n = {n} is above the largest horizon of this version, {LARGEST_STRUCTURED} steps "
-            f"(its multipliers and learning rates alone would take {16 * n / 2**30:,.2f} GiB); choose a smaller n"
+            f"(its multipliers and learning rates alone would take {-(-16 * n >> 30):,} GiB); choose a smaller n"
         )
 
 

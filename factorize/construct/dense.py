@@ -9,7 +9,7 @@ import scipy.linalg
 from mmfact.factorize.dual import Array, Evaluation
 from mmfact.factorize.dual_dense import DenseDual
 from mmfact.factorize.dual_structured import dense_inverse_sum
-from mmfact.factorize.errors import SolverError
+from mmfact.factorize.errors import SolverError, WorkloadError
 from mmfact.factorize.optimum import Optimum
 from mmfact.factorize.participation import Participation
 from mmfact.factorize.strategy.dense import DenseStrategy, lower_triangular
@@ -62,4 +62,10 @@ def _from_sum_of_inverses(at: Evaluation) -> Array:
 def _from_singular_values(at: Evaluation) -> Array:
     """X = Y'Y with Y = S^(1/2) D^(-1/2) from the decomposition of M = A D^(1/2); X is never formed."""
     sigma, Vt = at.context
-    return lower_triangular(np.sqrt(sigma)[:, None] * Vt / np.sqrt(at.v))
+    try:
+        return lower_triangular(np.sqrt(sigma)[:, None] * Vt / np.sqrt(at.v))
+    except WorkloadError as error:
+        raise SolverError(
+            "the optimum is singular to working precision, so nothing could be streamed; "
+            "use a workload with rates that vary less"
+        ) from error

@@ -62,6 +62,7 @@ class BandedLowRankStrategy:
     workload: Workload
 
     kind = "banded-low-rank"
+    sensitivity_kind = "upper bound"
 
     def __post_init__(self) -> None:
         n = self.workload.n

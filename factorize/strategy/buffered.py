@@ -51,6 +51,7 @@ class BufferedStrategy:
     q: npt.NDArray[Any] = field(repr=False)
 
     kind = "buffered"
+    sensitivity_kind = "exact"
 
     def __post_init__(self) -> None:
         n = len(self.c) if self.c.ndim == 1 else 0

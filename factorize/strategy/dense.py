@@ -42,6 +42,7 @@ class DenseStrategy:
     packed: npt.NDArray[Any] = field(repr=False)
 
     kind = "dense"
+    sensitivity_kind = "exact"
 
     def __post_init__(self) -> None:
         n = order(self.packed)

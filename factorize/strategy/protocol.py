@@ -30,6 +30,11 @@ class Strategy(Protocol):
         ...
 
     @property
+    def sensitivity_kind(self) -> str:
+        """ "exact" up to rounding in the last digits, or "upper bound"."""
+        ...
+
+    @property
     def n(self) -> int: ...
 
     @property

@@ -149,7 +149,7 @@ ADVICE = {
     "float32 dense": ((*DENSE, "--dtype", "float32", "--tolerance", 1e-9), "--dtype float64", DENSE),
     "too little rank": (
         (*LOW_RANK, "--bandwidth", 2, "--rank", 1, "--tolerance", 1e-7),
-        "leave both out",
+        "left out",
         LOW_RANK,
     ),
     "buffers and float32": (("--buffers", 2, "--tolerance", 1e-9), "float64", ("--dtype", "float64")),
