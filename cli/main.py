@@ -16,6 +16,7 @@ from mmfact import __version__
 
 if TYPE_CHECKING:
     from mmfact.factorize.compiler import Options
+    from mmfact.factorize.estimate import Estimate
     from mmfact.factorize.workload import Workload
     from mmfact.store.artifact import Artifact
 
@@ -153,6 +154,7 @@ def compile_command(**choices: Any) -> None:
     artifact = _already_there(store, ref, workload, options) if taken else None
     fresh = artifact is None
     if artifact is None:
+        _check_memory(expected)
         store.prepare()
         with render.working(f"{workload.kind}, n = {workload.n} ({render.estimate(expected)})") as on_progress:
             factorization = compile(workload, options, on_progress=on_progress)
@@ -170,6 +172,19 @@ def compile_command(**choices: Any) -> None:
         raise AnswerIsNo(
             f"the excess {artifact.certificate.excess:.3g} is above the tolerance {options.tolerance:g}: the artifact "
             f"is private and usable, but not as accurate as asked; {_advice(options, artifact)}"
+        )
+
+
+def _check_memory(expected: Estimate) -> None:
+    """Refuse what this machine would only begin."""
+    from mmfact.cli import render
+    from mmfact.factorize.errors import CapacityError
+    from mmfact.factorize.machine import physical_memory
+
+    available = physical_memory()
+    if available is not None and expected.memory > available:
+        raise CapacityError(
+            f"this needs {render.estimate(expected)}, and the machine has {render.size(available)}; choose a smaller n"
         )
 
 

@@ -10,7 +10,6 @@ the product with the curvature, K = sum_j w_j s_j D ((L L' + s_j D)^-1)^(element
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from mmfact.factorize import banded
 from mmfact.factorize.double_double import UNIT
 from mmfact.factorize.dual import EPS, Array, CertifiedTrace, Evaluation
 from mmfact.factorize.errors import SolverError
+from mmfact.factorize.machine import threads
 from mmfact.factorize.quadrature import PoleSum, inverse_square_root
 from mmfact.factorize.workload import Workload
 
@@ -144,11 +144,6 @@ def dense_inverse_sum(at: Evaluation) -> Array:
         list(pool.map(block, edges[:-1], edges[1:]))
     X += np.triu(X, 1).T
     return X
-
-
-def threads() -> int:
-    """Cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def in_groups(work: Callable[[int], None]) -> None:

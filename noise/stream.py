@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mmfact.factorize.errors import CapacityError, HorizonError, PrivacyError, StateError
+from mmfact.factorize.machine import physical_memory
 from mmfact.noise.key import NoiseKey
 from mmfact.noise.source import LARGEST_ROW, NONCE_BYTES, NoiseSource
 from mmfact.noise.stepping import Row, Stepping, stepping
@@ -410,11 +411,8 @@ def _whole(what: str, value: Any, least: int) -> int:
 def _check_memory(size: int, dtype: np.dtype[Any], held: int) -> None:
     """A step holds the output, one white row with what it is drawn from, and `held` bytes an element of the stepper."""
     needed = size * (2 * dtype.itemsize + held)
-    try:
-        available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError, OSError):
-        return
-    if needed > available:
+    available = physical_memory()
+    if available is not None and needed > available:
         raise CapacityError(
             f"size = {size} needs {needed / 2**30:.1f} GiB with this strategy's buffers, more than this machine's "
             f"{available / 2**30:.1f} GiB; split the vector into shards with offset and total"

@@ -131,3 +131,13 @@ def test_memory_is_written_as_a_person_would(dry):
     """1.02e+03 MiB is 1 GiB."""
     for n in range(3900, 4200, 20):
         assert "e+" not in dry("--workload", "momentum", "--n", n, *DENSE).out
+
+
+def test_more_memory_than_there_is_is_refused_before_anything_is_computed(mmfact, store, monkeypatch):
+    """The figure and the way out, exit code 2, nothing written."""
+    monkeypatch.setattr("mmfact.factorize.machine.physical_memory", lambda: 1 << 26)
+    ran = mmfact("compile", "--workload", "prefix-sum", "--n", 5000, "--store", store)
+    assert ran.code == 2
+    assert "MiB" in ran.err
+    assert "smaller n" in ran.err
+    assert not store.exists()
