@@ -117,32 +117,6 @@ def left_out(workload: Workload) -> dict[str, str]:
     return dict.fromkeys(("optimal-toeplitz", "optimal-toeplitz" + NORMALISED), why)
 
 
-def post_processed(
-    workload: Workload, noising: Array, sensitivity: float, name: str, how: str, *, buffers: int | None = None
-) -> Baseline:
-    """The figures on `workload` of a mechanism made for something else: its noise goes through the optimizer.
-
-    Parameters
-    ----------
-    noising : ndarray, shape (n, m)
-        Gradient-space noise is ``noising @ Z``, Z white: C^-1 of a strategy C, or S^-1 B_S of a decoder B_S of
-        prefix sums.
-    sensitivity : float
-        Of the strategy that `noising` decodes, rounded up.
-
-    Raises
-    ------
-    WorkloadError
-        `noising` does not have n rows or is not finite.
-    SolverError
-        The sensitivity is not positive and finite.
-    """
-    noising = np.asarray(noising, dtype=np.float64)
-    if not np.isfinite(noising).all():
-        raise WorkloadError(f"the noising of {name} holds a value that is not finite; is its strategy invertible?")
-    return _figures(name, how, buffers, sensitivity, _energies(workload.apply(noising)))
-
-
 def _on_workload(mechanism: _Mechanism, workload: Workload, participation: Participation) -> Baseline:
     if workload.structured and mechanism.by_steps is not None:
         rows = mechanism.by_steps(*workload.state_space())

@@ -16,14 +16,13 @@ from mmfact.factorize import schedule
 from mmfact.factorize.baselines import (
     LARGEST_DENSE_BASELINE,
     NORMALISED,
+    _figures,
     baselines,
     left_out,
     optimal_toeplitz,
-    post_processed,
     square_root_toeplitz,
 )
-from mmfact.factorize.compiler import compile
-from mmfact.factorize.errors import SolverError, WorkloadError
+from mmfact.factorize.errors import WorkloadError
 from mmfact.factorize.optimum import solve
 from mmfact.factorize.participation import single
 from mmfact.factorize.strategy.dense import DenseStrategy
@@ -478,54 +477,14 @@ def test_progress_buffers_and_words():
 # --- other mechanisms, post-processed ---------------------------------------------------------------------------
 
 
-@every_workload
-def test_post_processed_prefix_optimum(kind):
-    """The prefix-sum optimum's C^-1 through another optimizer: the figures of that strategy on that workload."""
-    n = 24
-    strategy = compile(prefix_sum(n)).strategy
-    w = workloads_of(n)[kind]
-    found = post_processed(w, strategy.noising(), strategy.sensitivity(single()), "prefix", "post-processed")
-    loss, max_error = strategy.errors(w, single())
-    assert found.loss == pytest.approx(loss, rel=1e-12)
-    assert found.max_error == pytest.approx(max_error, rel=1e-12)
-    assert (found.name, found.how, found.n, found.buffers) == ("prefix", "post-processed", n, None)
-    assert found.loss >= solve(w).lower_bound
-
-
-def test_post_processed_wide_noising():
-    """A noising with more columns than steps: the binary tree's."""
-    n = 12
-    B, H = tree_by_definition(n)
-    noising = np.diff(B, axis=0, prepend=0)
-    found = post_processed(momentum(n), noising, np.linalg.norm(H, axis=0).max(), "tree", "by hand", buffers=4)
-    tree = by_name(momentum(n))["tree"]
-    assert (found.loss, found.max_error) == pytest.approx((tree.loss, tree.max_error), rel=1e-12)
-    assert found.buffers == 4
-
-
 @pytest.mark.parametrize("n", [1, 6, 40])
 def test_figures_are_rounded_up(n):
     """Never below the sum of the very same squares by math.fsum."""
     C = np.tril(np.random.default_rng(n).uniform(0.1, 1, (n, n))) + np.eye(n)
     noising = DenseStrategy.from_matrix(C).noising()
     B = prefix_sum(n).apply(noising)
-    found = post_processed(prefix_sum(n), noising, 1.0, "random", "random")
+    found = _figures("random", "random", None, 1.0, np.einsum("ij,ij->i", B, B))
     exact = math.fsum(x * x for x in B.ravel())
     assert exact <= found.loss <= exact * (1 + 1e-12)
     rows = [math.sqrt(math.fsum(x * x for x in row)) for row in B]
     assert max(rows) <= found.max_error <= max(rows) * (1 + 1e-12)
-
-
-@pytest.mark.parametrize("sensitivity", [0.0, -1.0, math.nan, math.inf])
-def test_post_processed_refuses_a_sensitivity(sensitivity):
-    """A sensitivity that is none would make the loss 0 or nothing at all."""
-    with pytest.raises(SolverError, match="positive and finite"):
-        post_processed(prefix_sum(3), np.eye(3), sensitivity, "wrong", "wrong")
-
-
-@pytest.mark.parametrize("noising", [np.eye(4), np.ones(3), np.full((3, 3), math.nan)])
-def test_post_processed_refuses_a_noising(noising):
-    """Another horizon, no matrix, numbers that are none."""
-    for w in (prefix_sum(3), custom(np.eye(3))):
-        with pytest.raises(WorkloadError, match=r"shape|finite"):
-            post_processed(w, noising, 1.0, "wrong", "wrong")
