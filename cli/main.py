@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 # What a cast of the coefficients to float32 may cost in excess; seen: 1e-7 to 8e-7 up to n = 1048576.
 _FLOAT32_COSTS = 2e-6
 
+# Seconds beyond which a compilation says beforehand what it will take, terminal or not.
+_LONG = 10.0
+
 # Exit codes (design.md, section 8)
 ANSWER_NO, BAD_INPUT, MACHINE_FAILED, INTERRUPTED = 1, 2, 3, 130
 
@@ -155,6 +158,8 @@ def compile_command(**choices: Any) -> None:
     fresh = artifact is None
     if artifact is None:
         _check_memory(expected)
+        if expected.seconds > _LONG:
+            click.echo(f"mmfact: {ref} will take {render.estimate(expected)}", err=True)
         store.prepare()
         with render.working(f"{workload.kind}, n = {workload.n} ({render.estimate(expected)})") as on_progress:
             factorization = compile(workload, options, on_progress=on_progress)
@@ -163,7 +168,9 @@ def compile_command(**choices: Any) -> None:
     reached = artifact.certificate.excess <= options.tolerance
     notes = [] if fresh else ["already there, nothing was computed"]
     if options.buffers is not None and artifact.strategy.buffers < options.buffers:
-        notes.append(f"{options.buffers} buffers were asked for, but more than these change nothing")
+        notes.append(
+            f"of {options.buffers} buffers asked for, those beyond {artifact.strategy.buffers} would only add rounding"
+        )
     if choices["as_json"]:
         _print_json({"ref": ref, "already_there": not fresh, "tolerance_reached": reached, **render.as_dict(artifact)})
     else:
@@ -197,7 +204,10 @@ def _advice(options: Options, artifact: Artifact) -> str:
         ways.append("more --buffers (left out, the fewest that suffice are taken)")
     if options.bandwidth is not None or options.rank is not None:
         ways.append("a larger --bandwidth or --rank (left out, the cheapest that suffice are taken)")
-    if options.dtype == "float32" and (options.tolerance < _FLOAT32_COSTS or not ways):
+    excess = artifact.certificate.excess
+    if options.strategy == "buffered" and options.buffers is None and not artifact.workload.structured:
+        ways.append("--strategy dense: off its diagonal this matrix is not of low rank")
+    elif options.dtype == "float32" and (options.tolerance < _FLOAT32_COSTS or excess < 10 * _FLOAT32_COSTS):
         ways.append(f"--dtype float64 (float32 coefficients alone cost up to {_FLOAT32_COSTS:g})")
     if not ways and options.strategy != "dense" and artifact.n <= 8192:
         ways.append("--strategy dense")

@@ -69,7 +69,7 @@ def artifact(ref: str, artifact: Artifact, *, note: str | None = None, provenanc
     if artifact.workload.kind in ("sgd", "momentum") and artifact.workload.schedule != "constant":
         rates = artifact.workload.learning_rates
         table.add_row(
-            "rates", f"{rates[0]:.3g} first, {rates.max():.3g} at step {rates.argmax()}, {rates[-1]:.3g} last"
+            "rates", f"{rates[0]:.3g} first, highest {rates.max():.3g} at step {rates.argmax()}, {rates[-1]:.3g} last"
         )
     table.add_row("loss", f"{certificate.loss:.10g}  total squared error at unit noise")
     table.add_row("RMSE", f"{certificate.rmse:.6g}  root mean squared error of an iterate at unit noise")
@@ -81,7 +81,7 @@ def artifact(ref: str, artifact: Artifact, *, note: str | None = None, provenanc
     if strategy.kind != "dense":
         table.add_row(
             "streaming",
-            f"{strategy.bytes_per_parameter} bytes a parameter in float32, {strategy.cost} multiply-adds a step and "
+            f"{strategy.bytes_per_parameter} bytes a parameter, {strategy.cost} multiply-adds a step and "
             f"element, amplification {strategy.amplification():.2g}",
         )
     fallback = ", after the structured solver's error budget was exceeded" if certificate.fell_back else ""
@@ -138,7 +138,8 @@ def comparison(ref: str, artifact: Artifact, result: Comparison) -> None:
     """One line a mechanism, best first."""
     table = Table(title=f"{ref}: {describe(artifact)}", box=None, pad_edge=False, title_justify="left")
     for column in ("mechanism", "RMSE", "max error", "loss", "x bound", "buffers", "bytes/param", "what it is"):
-        table.add_column(column, justify="left" if column in ("mechanism", "what it is") else "right")
+        left = column in ("mechanism", "what it is")
+        table.add_column(column, justify="left" if left else "right", no_wrap=column != "what it is")
     table.add_row("lower bound", f"{math.sqrt(result.lower_bound / artifact.n):.6g}", "", f"{result.lower_bound:.9g}")
     for row in result.rows:
         table.add_row(
@@ -180,7 +181,8 @@ def listing(store: str, entries: list[Entry]) -> None:
         return
     table = Table(box=None, pad_edge=False)
     for column in ("ref", "workload", "n", "excess", "RMSE", "strategy", "size", "created"):
-        table.add_column(column, justify="right" if column in ("n", "excess", "RMSE", "size") else "left")
+        right = column in ("n", "excess", "RMSE", "size")
+        table.add_column(column, justify="right" if right else "left", overflow="fold")
     for entry in entries:
         if entry.artifact is None:
             table.add_row(

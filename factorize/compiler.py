@@ -11,7 +11,7 @@ from mmfact.factorize import certificate as certificates
 from mmfact.factorize import optimum as optima
 from mmfact.factorize.certificate import Certificate
 from mmfact.factorize.construct import banded_low_rank, buffered, dense
-from mmfact.factorize.errors import WorkloadError
+from mmfact.factorize.errors import CapacityError, WorkloadError
 from mmfact.factorize.optimum import METHODS, Optimum, Progress
 from mmfact.factorize.participation import Participation, single
 from mmfact.factorize.strategy.protocol import DTYPES, Strategy
@@ -31,7 +31,7 @@ class Options:
     ----------
     strategy : {"buffered", "banded-low-rank", "dense"}
     buffers : int, optional
-        Of the buffered strategy. Default: the fewest whose excess is within `tolerance`.
+        Of the buffered strategy. Default: the fewest, up to 128, whose excess is within `tolerance`.
     bandwidth, rank : int, optional
         Of the banded + low-rank strategy. Default: the cheapest pair whose excess is within `tolerance`.
     dtype : {"float32", "float64"}
@@ -118,7 +118,12 @@ def check(workload: Workload, options: Options) -> None:
         if options.method == "dense":
             check_dense(n, "the dense solver, asked for by method dense (auto is linear for this workload),")
     else:
-        check_dense(n, f"the {options.strategy} strategy")
+        try:
+            check_dense(n, f"the {options.strategy} strategy")
+        except CapacityError as error:
+            if not workload.structured:
+                raise
+            raise CapacityError(f"{error}, or use strategy buffered, whose time and memory are linear in n") from None
     if options.strategy == "banded-low-rank":
         banded_low_rank.check_pair(options.bandwidth, options.rank, n)
 

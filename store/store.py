@@ -138,7 +138,7 @@ class ArtifactStore:
             )
         return existing
 
-    def load(self, ref: str) -> Artifact:
+    def load(self, ref: str | os.PathLike[str]) -> Artifact:
         """Read and check an artifact by ref, by digest (at least 8 digits) or by path of its file.
 
         Raises
@@ -150,8 +150,9 @@ class ArtifactStore:
         """
         return read(self.resolve(ref))
 
-    def resolve(self, ref: str) -> Path:
+    def resolve(self, ref: str | os.PathLike[str]) -> Path:
         """The file that `ref`, a digest or a path stands for."""
+        ref = os.fspath(ref)
         if _REF.fullmatch(ref) and _is_file(self._ref_path(ref)):
             return self._file_of(ref)
         if _DIGEST.fullmatch(ref):
@@ -259,6 +260,6 @@ def check_ref(ref: str) -> None:
         )
 
 
-def load(ref: str, store: str | Path | None = None) -> Artifact:
+def load(ref: str | os.PathLike[str], store: str | Path | None = None) -> Artifact:
     """Read an artifact by ref, digest or path: ``mmfact.load("momentum-n2048")``."""
     return ArtifactStore(store).load(ref)

@@ -48,6 +48,7 @@ Signs = npt.NDArray[np.int8]
 
 ROWS = 20  # of E; the blocks' singular values beyond are below 1e-9 at n = 2048 and 1e-6 at n = 131072
 _MOST_ROWS = 64  # beyond the numerical rank of any structured workload
+_MOST_SEARCHED = 128  # buffers for a matrix of the user, which may decay slowly; more only when asked for
 _OVERSAMPLING = 8
 _SPARE_ROWS = 6  # between the buffers asked for and the rows of E
 # Rounding errs by about 2^-24 of the amplification in each row that float32 buffers give.
@@ -80,7 +81,7 @@ def build(
 ) -> BufferedStrategy:
     """The strategy with `buffers` buffers, or with the fewest whose excess, as shipped, is at most `tolerance`.
 
-    Never more than the numerical rank of the optimum's blocks below the diagonal. If no number reaches the tolerance,
+    Never more than the numerical rank of the optimum's blocks below the diagonal, nor, unless asked for, than 128. If no number reaches the tolerance,
     the most accurate strategy found.
 
     Raises
@@ -101,7 +102,7 @@ def build(
         c, g, F, q = _factor_structured(optimum.evaluation.context, rows, on_progress)
     else:
         check_dense(n, "the buffered strategy of a workload without a banded inverse")
-        rows = max(_MOST_ROWS, (buffers or 0) + _SPARE_ROWS)  # a matrix of the user may decay slowly
+        rows = (buffers or min(largest_buffers(n), _MOST_SEARCHED)) + _SPARE_ROWS
         c, g, F, q = _factor_dense(dense.build(workload, optimum, participation).to_dense(), rows, on_progress)
     if not (np.isfinite(c).all() and np.isfinite(F).all()):
         raise SolverError(
