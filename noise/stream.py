@@ -272,7 +272,7 @@ class NoiseStream:
         _check_artifact(artifact)
         if not isinstance(key, NoiseKey):
             raise StateError("key must be a NoiseKey: NoiseKey.from_file(path) or from_bytes(32 bytes)")
-        if not isinstance(state, dict) or "version" not in state:
+        if not isinstance(state, dict):
             raise StateError(
                 f"the state must be the dictionary that state_dict() gave (json.loads of its JSON), not {state!r:.40}"
             )

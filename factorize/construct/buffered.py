@@ -81,8 +81,8 @@ def build(
 ) -> BufferedStrategy:
     """The strategy with `buffers` buffers, or with the fewest whose excess, as shipped, is at most `tolerance`.
 
-    Never more than the numerical rank of the optimum's blocks below the diagonal, nor, unless asked for, than 128. If no number reaches the tolerance,
-    the most accurate strategy found.
+    Never more than the numerical rank of the optimum's blocks below the diagonal, nor, unless asked for, than 128.
+    If no number reaches the tolerance, the most accurate strategy found.
 
     Raises
     ------

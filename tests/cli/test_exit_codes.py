@@ -193,7 +193,7 @@ def test_more_buffers_than_help_are_said(mmfact, store):
     for _ in range(2):
         ran = mmfact(*command)
         assert ran.code == 0
-        assert "16 buffers were asked for" in ran.out.splitlines()[0]
+        assert "of 16 buffers asked for" in ran.out.splitlines()[0]
     assert mmfact(*command, "--json").json["strategy"]["buffers"] < 16
 
 
