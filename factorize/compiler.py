@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import numbers
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -73,8 +74,9 @@ class Options:
                 continue
             if strategy != self.strategy:
                 raise WorkloadError(f"{name} does not apply to strategy {self.strategy}; use it with {strategy}")
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1:
                 raise WorkloadError(f"{name} = {value!r} must be a whole number of at least 1")
+            object.__setattr__(self, name, int(value))
 
     @property
     def solver_tolerance(self) -> float:

@@ -97,12 +97,14 @@ def build(
     n = workload.n
     if buffers is not None:
         check_buffers(buffers, n)
-    rows = min(max(ROWS, (buffers or 0) + _SPARE_ROWS), _MOST_ROWS)
+    # A matrix of the user may decay slowly.
+    searched = ROWS if workload.structured else min(largest_buffers(n), _MOST_SEARCHED)
+    rows = max(ROWS, (buffers or searched) + _SPARE_ROWS)
     if optimum.method == "structured":
+        rows = min(rows, _MOST_ROWS)
         c, g, F, q = _factor_structured(optimum.evaluation.context, rows, on_progress)
     else:
         check_dense(n, "the buffered strategy of a workload without a banded inverse")
-        rows = (buffers or min(largest_buffers(n), _MOST_SEARCHED)) + _SPARE_ROWS
         c, g, F, q = _factor_dense(dense.build(workload, optimum, participation).to_dense(), rows, on_progress)
     if not (np.isfinite(c).all() and np.isfinite(F).all()):
         raise SolverError(
