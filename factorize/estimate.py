@@ -62,8 +62,8 @@ def estimate(workload: Workload, options: Options) -> Estimate:
         seconds += _STRATEGY * n
         memory += 8 * n * (ROWS * ROWS + 5 * ROWS)
     else:
-        chosen = options.strategy == "dense" or (options.bandwidth and options.rank)
-        cubes += 2 if chosen else 2 * _FITS
+        fits = 0 if options.strategy == "dense" else 1 if options.bandwidth and options.rank else _FITS
+        cubes += 1 + 2 * fits
     seconds += cubes * _CUBED * n**3
     if cubes:
         memory = max(memory, _BASE + 8.0 * matrices * n * n)
