@@ -98,7 +98,7 @@ def build(
     if buffers is not None:
         check_buffers(buffers, n)
     # A matrix of the user may decay slowly.
-    searched = ROWS if workload.structured else min(largest_buffers(n), _MOST_SEARCHED)
+    searched = 0 if workload.structured else min(largest_buffers(n), _MOST_SEARCHED)
     rows = max(ROWS, (buffers or searched) + _SPARE_ROWS)
     if optimum.method == "structured":
         rows = min(rows, _MOST_ROWS)
