@@ -147,8 +147,8 @@ def compile_command(**choices: Any) -> None:
     ref = default_ref(workload, options) if choices["name"] is None else choices["name"]
     store = ArtifactStore(choices["store"])
     taken = store.has(ref)  # refuses a ref that no artifact may have
-    expected = estimate(workload, options)
     if choices["dry_run"]:
+        expected = estimate(workload, options)
         if choices["as_json"]:
             _print_json({"ref": ref, **render.estimate_as_dict(expected)})
         else:
@@ -157,6 +157,7 @@ def compile_command(**choices: Any) -> None:
     artifact = _already_there(store, ref, workload, options) if taken else None
     fresh = artifact is None
     if artifact is None:
+        expected = estimate(workload, options)
         _check_memory(expected)
         if expected.seconds > _LONG:
             click.echo(f"mmfact: {ref} will take {render.estimate(expected)}", err=True)
