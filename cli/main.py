@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from mmfact.factorize.workload import Workload
     from mmfact.store.artifact import Artifact
 
-# What a cast of the coefficients to float32 may cost in excess; seen: 1e-7 to 8e-7 up to n = 1048576.
+# What a cast of the coefficients to float32 may cost in excess, generously.
 _FLOAT32_COSTS = 2e-6
 
 # Seconds beyond which a compilation says beforehand what it will take, terminal or not.

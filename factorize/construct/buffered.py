@@ -46,7 +46,7 @@ from mmfact.factorize.workload import Workload, check_dense
 Array = npt.NDArray[np.float64]
 Signs = npt.NDArray[np.int8]
 
-ROWS = 20  # of E; the blocks' singular values beyond are below 1e-9 at n = 2048 and 1e-6 at n = 131072
+ROWS = 20  # of E; the optimum's blocks have hardly more singular values that the loss would feel
 _MOST_ROWS = 64  # beyond the numerical rank of any structured workload
 _MOST_SEARCHED = 128  # buffers for a matrix of the user, which may decay slowly; more only when asked for
 _OVERSAMPLING = 8

@@ -8,6 +8,9 @@ import hashlib
 import io
 import json
 import os
+import pty
+import re
+import signal
 import subprocess
 import sys
 import warnings
@@ -21,6 +24,8 @@ import numpy as np
 import pytest
 
 from mmfact.cli.main import main
+
+WORD = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]|[\r\n]")
 
 SCRIPT = Path(sys.executable).parent / "mmfact"
 
@@ -76,6 +81,42 @@ def process() -> Callable[..., Ran]:
             [str(SCRIPT), *map(str, arguments)], capture_output=True, text=True, timeout=120, check=False, **options
         )
         return Ran(done.returncode, done.stdout, done.stderr)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def terminal() -> Callable[..., tuple[int, str, str]]:
+    """Run a command with a pseudo-terminal for its stderr."""
+
+    def run(command: Any, until: bytes | None = None, sending: int = signal.SIGINT) -> tuple[int, str, str]:
+        """(exit code, stdout, what the terminal showed) of a process; a signal is sent once `until` has been shown."""
+        leader, follower = pty.openpty()
+        started = subprocess.Popen(
+            [str(part) for part in command],
+            stdout=subprocess.PIPE,
+            stderr=follower,
+            text=True,
+            env={**os.environ, "TERM": "xterm", "OMP_NUM_THREADS": "1"},
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a background job ignores it
+        )
+        os.close(follower)
+        shown, sent = b"", until is None
+        while True:
+            try:
+                part = os.read(leader, 4096)
+            except OSError:
+                break
+            if not part:
+                break
+            shown += part
+            if not sent and re.search(until, shown):
+                started.send_signal(sending)
+                sent = True
+        out, _ = started.communicate(timeout=60)
+        os.close(leader)
+        assert sent, f"{until!r} was never shown"
+        return started.returncode, out, WORD.sub(b" ", shown).decode()
 
     return run
 

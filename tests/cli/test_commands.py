@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-import pty
 import re
-import subprocess
 
 import numpy as np
 import pytest
@@ -314,34 +312,12 @@ def test_matrix_of_each_format_is_used(mmfact, store, tmp_path, suffix):
     assert ran.json["already_there"] is True
 
 
-def test_progress_goes_to_a_terminal_only(script, store):
+def test_progress_goes_to_a_terminal_only(script, store, terminal):
     """On a terminal the solver's iterations show on stderr; stdout stays the one object."""
-    leader, follower = pty.openpty()
-    started = subprocess.Popen(
-        [
-            *(str(script), "compile", "--workload", "momentum", "--n", "512", "--method", "fixed-point"),
-            *("--tolerance", "1e-3", "--json", "--store", str(store)),
-        ],
-        stdout=subprocess.PIPE,
-        stderr=follower,
-        text=True,
-        env={**os.environ, "TERM": "xterm"},
-    )
-    os.close(follower)
-    shown = b""
-    while True:
-        try:
-            part = os.read(leader, 4096)
-        except OSError:
-            break
-        if not part:
-            break
-        shown += part
-    out, _ = started.communicate(timeout=60)
-    os.close(leader)
-    assert started.returncode == 0
+    command = (script, "compile", "--workload", "momentum", "--n", 512, "--method", "fixed-point")
+    code, out, text = terminal((*command, "--tolerance", "1e-3", "--json", "--store", store))
+    assert code == 0
     assert json.loads(out)["tolerance_reached"] is True
-    text = shown.decode()
     assert "iteration" in text
     assert re.search(r"within \S+ %", text)
 

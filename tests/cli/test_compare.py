@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import pty
 import re
-import subprocess
 
 import numpy as np
 import pytest
@@ -367,31 +364,11 @@ def test_an_artifact_that_is_worse_than_a_baseline(mmfact, store):
     assert mmfact("compare", "--workload", "prefix-sum", "--n", 256, "--buffers", 1).code == 0
 
 
-def test_comparing_moves_on_a_terminal(script):
+def test_comparing_moves_on_a_terminal(script, terminal):
     """The stages show on stderr, the table goes to stdout alone."""
-    leader, follower = pty.openpty()
-    started = subprocess.Popen(
-        [str(script), "compare", "--workload", "momentum", "--n", "1200", "--json"],
-        stdout=subprocess.PIPE,
-        stderr=follower,
-        text=True,
-        env={**os.environ, "TERM": "xterm"},
-    )
-    os.close(follower)
-    shown = b""
-    while True:
-        try:
-            part = os.read(leader, 4096)
-        except OSError:
-            break
-        if not part:
-            break
-        shown += part
-    out, _ = started.communicate(timeout=60)
-    os.close(leader)
-    assert started.returncode == 0
+    code, out, text = terminal((script, "compare", "--workload", "momentum", "--n", 1200, "--json"))
+    assert code == 0
     assert out.startswith("{")
-    text = shown.decode()
     assert "comparing momentum-n1200" in text
     assert "optimal-toeplitz" in text
     assert "Traceback" not in text

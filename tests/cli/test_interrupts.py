@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import pty
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -14,37 +12,6 @@ import time
 import pytest
 
 from mmfact.cli.main import main
-
-WORD = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]|[\r\n]")
-
-
-def on_terminal(command, until=None, sending=signal.SIGINT):
-    """(exit code, stdout, what the terminal showed) of a process; a signal is sent once `until` has been shown."""
-    leader, follower = pty.openpty()
-    started = subprocess.Popen(
-        [str(part) for part in command],
-        stdout=subprocess.PIPE,
-        stderr=follower,
-        text=True,
-        env={**os.environ, "TERM": "xterm", "OMP_NUM_THREADS": "1"},
-    )
-    os.close(follower)
-    shown, sent = b"", until is None
-    while True:
-        try:
-            part = os.read(leader, 4096)
-        except OSError:
-            break
-        if not part:
-            break
-        shown += part
-        if not sent and re.search(until, shown):
-            started.send_signal(sending)
-            sent = True
-    out, _ = started.communicate(timeout=60)
-    os.close(leader)
-    assert sent, f"{until!r} was never shown"
-    return started.returncode, out, WORD.sub(b" ", shown).decode()
 
 
 @pytest.mark.parametrize(
@@ -56,11 +23,11 @@ def on_terminal(command, until=None, sending=signal.SIGINT):
     ],
     ids=["factor", "buffers", "banded-low-rank"],
 )
-def test_interrupt_while_the_strategy_is_built(script, store, files, options, until):
+def test_interrupt_while_the_strategy_is_built(script, store, files, options, until, terminal):
     """Exit 130 within seconds, one message, nothing in the store."""
     begun = time.monotonic()
     command = (script, "compile", "--workload", "prefix-sum", *options, "--store", store)
-    code, out, text = on_terminal(command, until)
+    code, out, text = terminal(command, until)
     assert "Traceback" not in text, text[-400:]
     assert (code, out) == (130, "")
     assert "mmfact: interrupted; no partial file was left" in text
@@ -68,9 +35,9 @@ def test_interrupt_while_the_strategy_is_built(script, store, files, options, un
     assert time.monotonic() - begun < 90
 
 
-def test_interrupt_of_a_comparison(script, store):
+def test_interrupt_of_a_comparison(script, store, terminal):
     command = (script, "compare", "--workload", "prefix-sum", "--n", 4000)
-    code, out, text = on_terminal(command, rb"optimal-toeplitz")
+    code, out, text = terminal(command, rb"optimal-toeplitz")
     assert "Traceback" not in text, text[-400:]
     assert (code, out) == (130, "")
     assert "mmfact: interrupted" in text
@@ -188,10 +155,10 @@ def test_reader_that_goes_away(script, vault):
 # --- progress --------------------------------------------------------------------------------------
 
 
-def test_progress_moves_and_names_the_stages(script, store):
+def test_progress_moves_and_names_the_stages(script, store, terminal):
     """A long compile on a terminal: what is compiled and how long it takes, the stages, and figures that change."""
     command = (script, "compile", "--workload", "prefix-sum", "--n", 12_000, "--json", "--store", store)
-    code, out, text = on_terminal(command)
+    code, out, text = terminal(command)
     assert (code, json.loads(out)["tolerance_reached"]) == (0, True)
     assert "prefix-sum, n = 12000 (about " in text
     assert "optimum, iteration " in text
@@ -202,8 +169,8 @@ def test_progress_moves_and_names_the_stages(script, store):
     assert re.search(r"\d+ buffers", text)
 
 
-def test_progress_of_the_paper_strategy(script, store):
+def test_progress_of_the_paper_strategy(script, store, terminal):
     command = (script, "compile", "--workload", "prefix-sum", "--n", 256, "--strategy", "banded-low-rank")
-    code, _, text = on_terminal((*command, "--store", store))
+    code, _, text = terminal((*command, "--store", store))
     assert code == 0
     assert len(set(re.findall(r"bandwidth \d+, rank \d+", text))) >= 2
