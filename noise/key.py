@@ -99,9 +99,12 @@ class NoiseKey:
         """A hash that names the key without revealing it, 16 hex digits."""
         return hmac.digest(self._secret, b"mmfact key id", "sha256")[:8].hex()
 
-    def sign(self, message: bytes) -> str:
-        """A message authentication code (HMAC-SHA256), hex: only the key's holder could have written it."""
-        return hmac.digest(self._secret, b"mmfact stream state" + message, "sha256").hex()
+    def sign(self, purpose: str, message: bytes) -> str:
+        """A message authentication code (HMAC-SHA256), hex: only the key's holder could have written it.
+
+        `purpose` is one of a few words of ours, none the beginning of another, so that no signature serves two.
+        """
+        return hmac.digest(self._secret, b"mmfact " + purpose.encode() + message, "sha256").hex()
 
     def reveal(self) -> bytes:
         """The secret itself, for key derivation inside `mmfact.noise`."""

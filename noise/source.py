@@ -1,18 +1,18 @@
-"""The noise source: white Gaussian rows Z, each a pure function of key, run, step and element.
+"""The noise source: white Gaussian rows Z, each a pure function of key, run, artifact, name, dtype, step and element.
 
-    salt    = run nonce (128 random bits)
-    subkey  = HKDF-SHA256(key, salt; artifact digest, name, dtype, step)
-    words   = ChaCha20(subkey) (RFC 8439), 64 bits an element: element e uses bytes 8e .. 8e+7
-    normal  = inverse normal CDF of ((low 63 bits) + 1/2) / 2^64, mirrored by the top bit
+    salt       = run nonce (128 random bits)
+    subkeys    = HKDF-SHA256(key, salt; artifact digest, name, dtype, step): 32 bytes for words, 32 for second words
+    words      = ChaCha20(first subkey) (RFC 8439), counter and nonce from 0: element e uses bytes b e .. b e + b - 1
+    second     = ChaCha20(second subkey): element e uses bytes 8e .. 8e + 7, if its first word asks for it
+    normal     = inverse normal CDF of word and second word (noise/normal.py); b = 4 bytes for float32, 8 for float64
 
-so that shards, restarts and block sizes neither change nor repeat a value, and one key in two runs,
-artifacts or tensors shares no row. The inverse CDF works on the lower tail, where it is accurate;
-magnitudes end at 9.15, beyond which a normal lies with probability 6e-20.
+so that shards, threads, restarts and block sizes neither change nor repeat a value, and one key in two runs, artifacts
+or tensors shares no row.
 """
 
 from __future__ import annotations
 
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -20,16 +20,17 @@ from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
 from cryptography.hazmat.primitives.hmac import HMAC
 from cryptography.hazmat.primitives.kdf.hkdf import HKDFExpand
-from scipy.special import ndtri
 
 from mmfact.factorize.errors import StateError
 from mmfact.noise.key import NoiseKey
+from mmfact.noise.normal import normals, refine
 
 NONCE_BYTES = 16
-# ChaCha20 counts 64-byte blocks in 32 bits: beyond this many elements a row would repeat.
+# ChaCha20 counts blocks of 64 bytes in 32 bits: beyond this many elements the second words of a row would repeat.
 LARGEST_ROW = (1 << 32) * 8
 
-_BLOCK = 1 << 16  # elements generated at a time
+_BLOCK_BYTES = 64
+_PIECE = 1 << 17  # bytes of keystream made at a time
 
 
 class NoiseSource:
@@ -43,32 +44,46 @@ class NoiseSource:
         self._pseudorandom_key = extract.finalize()
         # Every field is of fixed length or preceded by its length, so no two contexts spell the same bytes.
         label = name.encode()
-        self._context = b"mmfact noise 1" + bytes.fromhex(digest) + len(label).to_bytes(8, "big") + label
+        self._context = b"mmfact noise 2" + bytes.fromhex(digest) + len(label).to_bytes(8, "big") + label
         self._context += dtype.name.encode().rjust(8)
-        self._dtype = dtype
+        self._word = np.dtype(f"<u{dtype.itemsize}")
+        self._latest: tuple[int, bytes] | None = None  # step and subkeys, replaced as one
 
     def __reduce__(self) -> NoReturn:
         raise StateError("a noise source holds a secret and is never pickled or copied; restore the stream instead")
 
-    def row(self, step: int, offset: int, size: int) -> npt.NDArray[np.floating]:
-        """Elements offset .. offset+size-1 of row `step`, standard normal."""
-        info = self._context + step.to_bytes(8, "big")
-        subkey = HKDFExpand(algorithm=hashes.SHA256(), length=32, info=info).derive(self._pseudorandom_key)
-        out = np.empty(size, dtype=self._dtype)
-        first, lead = divmod(offset, 8)
-        initial = first.to_bytes(4, "little") + bytes(12)
-        stream = Cipher(algorithms.ChaCha20(subkey, initial), mode=None).encryptor()
-        if lead:
-            stream.update(bytes(8 * lead))
-        for start in range(0, size, _BLOCK):
-            count = min(_BLOCK, size - start)
-            words = np.frombuffer(stream.update(bytes(8 * count)), dtype="<u8")
-            out[start : start + count] = normals(words)
-        return out
+    def fill(self, step: int, first: int, out: npt.NDArray[Any]) -> None:
+        """Elements first, first + 1, ... of row `step`, standard normal.
+
+        They go into `out`, contiguous and of the source's dtype. Several threads may fill different arrays at once.
+        """
+        subkeys = self._subkeys(step)
+        width = self._word.itemsize
+        for start in range(0, len(out), _PIECE // width):
+            piece = out[start : start + _PIECE // width]
+            words = _keystream(subkeys[:32], width * (first + start), width * len(piece)).view(self._word)
+            for at in normals(words, piece):
+                second = _keystream(subkeys[32:], 8 * (first + start + at), 8).view("<u8")
+                piece[at] = refine(int(words[at]), int(second[0]), 8 * width)
+
+    def _subkeys(self, step: int) -> bytes:
+        latest = self._latest
+        if latest is None or latest[0] != step:
+            info = self._context + step.to_bytes(8, "big")
+            derived = HKDFExpand(algorithm=hashes.SHA256(), length=64, info=info).derive(self._pseudorandom_key)
+            self._latest = latest = (step, derived)
+        return latest[1]
 
 
-def normals(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
-    """Standard normals of 64-bit words, one each; float64."""
-    tail = ((words & np.uint64(2**63 - 1)).astype(np.float64) + 0.5) * 2.0**-64
-    magnitude = -ndtri(np.minimum(tail, 0.5))
-    return np.where(words >> np.uint64(63), magnitude, -magnitude)
+_ZEROS = np.zeros(_PIECE, np.uint8)
+
+
+def _keystream(subkey: bytes, start: int, count: int) -> npt.NDArray[np.uint8]:
+    """Bytes start, start + 1, ... of the keystream."""
+    block, lead = divmod(start, _BLOCK_BYTES)
+    stream = Cipher(algorithms.ChaCha20(subkey, block.to_bytes(4, "little") + bytes(12)), mode=None).encryptor()
+    if lead:
+        stream.update(bytes(lead))
+    out = np.empty(count, np.uint8)
+    stream.update_into(_ZEROS[:count].data, out.data)
+    return out

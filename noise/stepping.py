@@ -1,20 +1,20 @@
 """Steppers: what turns white rows into rows of correlated noise, one for each form of strategy and space.
 
-A stepper serves the rows of one stream in the order of its steps; an earlier step than the last is served by
-starting again, which gives the same values, since white rows depend on nothing but their position. Whatever happens
-between two statements - Ctrl-C above all - a stepper's position and state stay together: they change inside one
-kernel or by one assignment.
+A stepper works block by block: BLOCK elements that fit a cache are drawn, stepped and written before the next ones are
+touched, on several threads at once. Each block counts its own steps, inside the native call that changes its state, so
+that whatever happens between two statements - Ctrl-C above all - a block's count and state stay together, and a block
+that was left behind catches up at the next row. Steppers only go forward.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
 from mmfact.factorize.errors import StateError
 from mmfact.factorize.participation import Participation
@@ -22,21 +22,21 @@ from mmfact.factorize.strategy.banded_low_rank import BandedLowRankStrategy
 from mmfact.factorize.strategy.buffered import BufferedStrategy
 from mmfact.factorize.strategy.dense import DenseStrategy
 from mmfact.factorize.workload import Workload
+from mmfact.noise import kernels
+from mmfact.noise.workers import Workers
 from mmfact.store.artifact import Artifact
+
+# Elements of a block: what is between drawing and writing stays in the second-level cache, and there are few enough
+# blocks that Python's time for each does not count.
+BLOCK = 1 << 16
 
 # White rows are kept up to this much memory; beyond it they are drawn again at every step.
 HISTORY_BYTES = 1 << 30
 
+Array = npt.NDArray[np.float64]
 Row = npt.NDArray[Any]
-Draw = Callable[[int], Row]
-
-
-class Stepper(Protocol):
-    """Correlated rows of one stream."""
-
-    def row(self, step: int, draw: Draw) -> Row:
-        """Row `step`, of float64; `draw` gives white rows. Valid until the next call."""
-        ...
+Draw = Callable[[int, int, Row], None]
+"""(step, first element, where to): white values."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,8 @@ class Stepping:
     amplification : float
         Rounding in the stream's precision moves a row by about that precision times this; 0 if it does not.
     memory : callable
-        (dtype) -> bytes an element that are kept between and during steps, beside white row and output. Histories
-        that are drawn again where memory ends are not counted.
+        (dtype) -> bytes an element that are kept between steps. Histories that are drawn again where memory ends are
+        not counted.
     start : callable
         (scale, size, dtype) -> Stepper; rows are multiplied by `scale`, buffers are held in `dtype`.
     """
@@ -73,29 +73,22 @@ class Stepping:
 def stepping(artifact: Artifact, space: str) -> Stepping:
     """How to stream `artifact` in `space`: with its strategy's own recursion wherever there is one."""
     workload, strategy = artifact.workload, artifact.strategy
-    own_space = "iterate" if isinstance(strategy, BandedLowRankStrategy) else "gradient"
-    if isinstance(strategy, DenseStrategy) or (space != own_space and not workload.structured):
-        way = _by_rows(artifact, space)
-        if space == own_space or not workload.structured:
-            return way
-    elif isinstance(strategy, BufferedStrategy):
+    if isinstance(strategy, BufferedStrategy) and (space == "gradient" or workload.structured):
         way = _by_buffers(strategy, artifact.participation)
-    elif isinstance(strategy, BandedLowRankStrategy):
+        return way if space == "gradient" else _optimized(way, strategy, artifact)
+    if isinstance(strategy, BandedLowRankStrategy) and (space == "iterate" or workload.structured):
         way = _by_band(strategy, artifact.participation)
-    else:
-        raise StateError(f"a strategy of kind {strategy.kind} has no recursion that could be streamed")
-    if space == own_space:
-        return way
-    if isinstance(strategy, BandedLowRankStrategy):
-        return _differenced(way, strategy, workload)
-    return _optimized(way, artifact)
+        return way if space == "iterate" else _differenced(way, strategy, workload)
+    if isinstance(strategy, DenseStrategy | BufferedStrategy | BandedLowRankStrategy):
+        return _by_rows(artifact, space)
+    raise StateError(f"a strategy of kind {strategy.kind} has no recursion that could be streamed")
 
 
 def _by_rows(artifact: Artifact, space: str) -> Stepping:
-    """Without a recursion: rows of C^-1, or of A C^-1 for a workload that is itself a matrix."""
+    """Without a recursion: rows of C^-1, or of A C^-1."""
     strategy = artifact.strategy
     dense = strategy if isinstance(strategy, DenseStrategy) else DenseStrategy.from_matrix(strategy.to_dense())
-    streaming = dense.streaming(artifact.participation, artifact.workload.matrix if space == "iterate" else None)
+    streaming = dense.streaming(artifact.participation, artifact.workload.dense() if space == "iterate" else None)
     rows = streaming.rows
     return Stepping(
         sensitivity=streaming.sensitivity,
@@ -103,8 +96,8 @@ def _by_rows(artifact: Artifact, space: str) -> Stepping:
         largest=float(np.sqrt(np.einsum("ij,ij->i", rows, rows).max())),
         largest_buffer=0.0,
         amplification=0.0,
-        memory=lambda dtype: 8,
-        start=lambda scale, size, dtype: Rows(rows * scale, size),
+        memory=lambda dtype: 0,
+        start=lambda scale, size, dtype: DenseStepper(rows * scale, size, dtype),
     )
 
 
@@ -116,8 +109,8 @@ def _by_buffers(strategy: BufferedStrategy, participation: Participation) -> Ste
         largest=largest,
         largest_buffer=strategy.largest_buffer(),
         amplification=strategy.amplification(),
-        memory=lambda dtype: strategy.buffers * dtype.itemsize + 8,
-        start=lambda scale, size, dtype: Buffers(strategy, scale, size, dtype),
+        memory=lambda dtype: strategy.buffers * dtype.itemsize,
+        start=lambda scale, size, dtype: BufferedStepper(strategy, scale, size, dtype),
     )
 
 
@@ -129,246 +122,196 @@ def _by_band(strategy: BandedLowRankStrategy, participation: Participation) -> S
         largest=float(norms.max()),
         largest_buffer=1.0,
         amplification=0.0,  # its sums are float64 whatever the stream's precision
-        memory=lambda dtype: strategy.bandwidth * dtype.itemsize + 8 * strategy.rank + 8,
-        start=lambda scale, size, dtype: Band(strategy, scale, size, dtype),
+        memory=lambda dtype: strategy.bandwidth * dtype.itemsize + 8 * strategy.rank,
+        start=lambda scale, size, dtype: BandedStepper(strategy, scale, size, dtype),
     )
 
 
-def _optimized(way: Stepping, artifact: Artifact) -> Stepping:
-    """Iterate-space rows of `way`, whose rows are gradient-space: the optimizer run over them."""
+def _optimized(way: Stepping, strategy: BufferedStrategy, artifact: Artifact) -> Stepping:
+    """Iterate-space rows: the optimizer run over the gradient-space rows of `way`, which is post-processing."""
     transition, gain = artifact.workload.state_space()
-    _, max_error = artifact.strategy.errors(artifact.workload, artifact.participation)
+    _, max_error = strategy.errors(artifact.workload, artifact.participation)
     return replace(
         way,
         smallest=way.smallest * float(np.abs(gain[:, -1]).min()),
         largest=max_error / way.sensitivity,
         memory=lambda dtype: way.memory(dtype) + 8 * gain.shape[1],
-        start=lambda scale, size, dtype: Optimizer(transition, gain, way.start(scale, size, dtype), size),
+        start=lambda scale, size, dtype: OptimizerStepper(strategy, transition, gain, scale, size, dtype),
     )
 
 
 def _differenced(way: Stepping, strategy: BandedLowRankStrategy, workload: Workload) -> Stepping:
-    """Gradient-space rows of `way`, whose rows are iterate-space: A^-1, banded, applied to the last few."""
+    """Gradient-space rows: A^-1, banded, applied to the last few of the iterate-space rows of `way`."""
     bands = workload.inverse_bands()[0]
     smallest, largest = strategy.noise_range()
     return replace(
         way,
         smallest=smallest,
         largest=largest,
-        memory=lambda dtype: way.memory(dtype) + 8 * len(bands) + 8,
-        start=lambda scale, size, dtype: Difference(bands, way.start(scale, size, dtype), size),
+        memory=lambda dtype: way.memory(dtype) + 8 * len(bands),
+        start=lambda scale, size, dtype: DifferenceStepper(strategy, bands, scale, size, dtype),
     )
 
 
-class Rows:
-    """Rows of a matrix times all white rows so far: any step at any time."""
+class Stepper(ABC):
+    """Correlated rows of one stream.
 
-    def __init__(self, rows: npt.NDArray[np.float64], size: int) -> None:
-        self._rows = rows
-        self._size = size
-        self._history: list[Row] = []
+    Attributes
+    ----------
+    done : int64 array
+        For each block, how many steps it has taken.
+    held : tuple of arrays
+        What a saved stream keeps, elements along the last axis; zero before the first step.
+    """
 
-    def row(self, step: int, draw: Draw) -> Row:
-        total = np.zeros(self._size)
-        for past in range(step + 1):
-            _accumulate(self._rows[step, past], self._white(past, draw), total)
-        return total
+    held: tuple[Row, ...] = ()
 
-    def _white(self, step: int, draw: Draw) -> Row:
-        if step < len(self._history):
-            return self._history[step]
-        row = draw(step)
-        if step == len(self._history) and (step + 1) * row.nbytes <= HISTORY_BYTES:
-            self._history.append(row)
-        return row
+    def __init__(self, size: int, dtype: np.dtype[Any]) -> None:
+        self._size, self._dtype, self._block = size, dtype, BLOCK
+        self.done = np.zeros(-(-size // BLOCK), np.int64)
+
+    def row(self, step: int, draw: Draw, out: Row, workers: Workers) -> None:
+        """Write row `step` into `out`; no block may have taken that step yet."""
+
+        def work(block: int) -> None:
+            first = block * self._block
+            self._advance(block, first, step + 1, draw, out[first : first + self._block])
+
+        workers.run(work, len(self.done))
+
+    def catch_up(self, step: int, draw: Draw, workers: Workers) -> None:
+        """Bring every block to `step`, the rows before it made and forgotten."""
+
+        def work(block: int) -> None:
+            first = block * self._block
+            if self.done[block] < step:
+                unseen = np.empty(min(self._block, self._size - first), self._dtype)
+                self._advance(block, first, step, draw, unseen)
+
+        workers.run(work, len(self.done))
+
+    def start_at(self, step: int) -> None:
+        """Go on from `step`: `held` has been filled with what was kept before it."""
+        self.done[:] = step
+
+    def _advance(self, block: int, first: int, to: int, draw: Draw, out: Row) -> None:
+        """Take the steps up to `to` with one block; its row of the last of them goes into `out`."""
+        white = np.empty(len(out), self._dtype)
+        for step in range(int(self.done[block]), to):
+            draw(step, first, white)
+            self._take(step, block, first, white, out)
+
+    @abstractmethod
+    def _take(self, step: int, block: int, first: int, white: Row, out: Row) -> None:
+        """One step of one block: one native call that also counts it."""
 
 
-class Buffers:
-    """The recursion of the buffered strategy: buffers in the stream's precision, sums in float64."""
+class BufferedStepper(Stepper):
+    """The recursion of the buffered strategy: buffers in the stream's precision."""
 
     def __init__(self, strategy: BufferedStrategy, scale: float, size: int, dtype: np.dtype[Any]) -> None:
-        self._arrays = tuple(array.astype(np.float64) for array in strategy.coefficients().values())
+        super().__init__(size, dtype)
+        c, *self._rest = (array.astype(np.float64) for array in strategy.coefficients().values())
+        self._inverse = 1 / c
         self._scale = scale
         self._buffers = np.zeros((strategy.buffers, size), dtype)
-        self._done = np.zeros(1, np.int64)  # steps that the buffers have taken, counted inside the kernel
-        self._out = np.empty(size)
+        self.held = (self._buffers,)
 
-    def row(self, step: int, draw: Draw) -> Row:
-        if self._done[0] > step:
-            self._done[0] = 0
-        for past in range(int(self._done[0]), step + 1):
-            c, g, decay, q = self._arrays
-            _buffered_step(
-                draw(past), c[past], g[past], decay[past], q[past], self._scale, self._buffers, self._done, self._out
-            )
-        return self._out
+    def _take(self, step: int, block: int, first: int, white: Row, out: Row) -> None:
+        g, decay, q = self._rest
+        kernels.buffered(
+            white, self._inverse[step], g[step], decay[step], q[step], self._buffers, first, self._scale, out,
+            self.done, block,
+        )  # fmt: skip
 
 
-class Band:
+class OptimizerStepper(BufferedStepper):
+    """Its iterate-space rows: the optimizer run over them, its state in float64."""
+
+    def __init__(
+        self, strategy: BufferedStrategy, transition: Array, gain: Array, scale: float, size: int, dtype: np.dtype[Any]
+    ) -> None:
+        super().__init__(strategy, scale, size, dtype)
+        self._transition, self._gain = transition, gain
+        self._state = np.zeros((gain.shape[1], size))
+        self.held = (self._buffers, self._state)
+
+    def _take(self, step: int, block: int, first: int, white: Row, out: Row) -> None:
+        g, decay, q = self._rest
+        kernels.buffered_iterates(
+            white, self._inverse[step], g[step], decay[step], q[step], self._buffers, self._transition[step],
+            self._gain[step], self._state, first, self._scale, out, self.done, block,
+        )  # fmt: skip
+
+
+class BandedStepper(Stepper):
     """Iterate-space rows of a banded + low-rank decoder: a ring of white rows and one sum for each rank.
 
-    The sums are float64: `Difference` would show what a shorter format rounds away.
+    The sums are float64: `DifferenceStepper` would show what a shorter format rounds away.
     """
 
     def __init__(self, strategy: BandedLowRankStrategy, scale: float, size: int, dtype: np.dtype[Any]) -> None:
+        super().__init__(size, dtype)
         self._band, self._left, self._right = (
             array.astype(np.float64) for array in (strategy.band, strategy.left, strategy.right)
         )
         self._scale = scale
         self._ring = np.zeros((strategy.bandwidth, size), dtype)
         self._sums = np.zeros((strategy.rank, size))
-        self._done = np.zeros(1, np.int64)
-        self._out = np.empty(size)
+        self.held = (self._ring, self._sums)
 
-    def row(self, step: int, draw: Draw) -> Row:
-        if self._done[0] > step:
-            self._done[0] = 0
-        bandwidth = len(self._ring)
-        for past in range(int(self._done[0]), step + 1):
-            _banded_step(
-                draw(past),
-                past,
-                self._band[past],
-                self._left[past],
-                self._right[max(past - bandwidth, 0)],
-                self._scale,
-                self._ring,
-                self._sums,
-                self._done,
-                self._out,
-            )
-        return self._out
+    def _take(self, step: int, block: int, first: int, white: Row, out: Row) -> None:
+        right = self._right[max(step - len(self._ring), 0)]
+        kernels.banded(
+            white, step, self._band[step], self._left[step], right, self._ring, self._sums, first, self._scale, out,
+            self.done, block,
+        )  # fmt: skip
 
 
-class Optimizer:
-    """Iterate-space rows: the optimizer run over gradient-space rows, which is post-processing."""
+class DifferenceStepper(BandedStepper):
+    """Its gradient-space rows: A^-1, banded, applied to the last few, which are kept in float64."""
 
     def __init__(
-        self, transition: npt.NDArray[np.float64], gain: npt.NDArray[np.float64], gradients: Stepper, size: int
+        self, strategy: BandedLowRankStrategy, bands: Array, scale: float, size: int, dtype: np.dtype[Any]
     ) -> None:
-        self._transition, self._gain, self._gradients = transition, gain, gradients
-        self._state = np.zeros((gain.shape[1], size))
-        self._done = np.zeros(1, np.int64)
+        super().__init__(strategy, scale, size, dtype)
+        self._bands = np.ascontiguousarray(bands.T)
+        self._last = np.zeros((len(bands), size))
+        self.held = (self._ring, self._sums, self._last)
 
-    def row(self, step: int, draw: Draw) -> Row:
-        if self._done[0] > step:
-            self._done[0] = 0
-        for past in range(int(self._done[0]), step + 1):
-            row = self._gradients.row(past, draw)
-            _optimizer_step(row, self._transition[past], self._gain[past], self._state, self._done)
-        return self._state[-1]
-
-
-class Difference:
-    """Gradient-space rows from iterate-space ones: A^-1, banded, applied to the last few."""
-
-    def __init__(self, bands: npt.NDArray[np.float64], iterates: Stepper, size: int) -> None:
-        self._bands, self._iterates = np.ascontiguousarray(bands.T), iterates
-        self._last = np.zeros((len(bands), size))  # newest first
-        self._done = np.zeros(1, np.int64)
-        self._out = np.empty(size)
-
-    def row(self, step: int, draw: Draw) -> Row:
-        if self._done[0] > step:
-            self._done[0] = 0
-        for past in range(int(self._done[0]), step + 1):
-            row = self._iterates.row(past, draw)
-            _difference_step(row, self._bands[past], self._last, self._done, self._out)
-        return self._out
+    def _take(self, step: int, block: int, first: int, white: Row, out: Row) -> None:
+        right = self._right[max(step - len(self._ring), 0)]
+        kernels.banded_gradients(
+            white, step, self._band[step], self._left[step], right, self._ring, self._sums, self._bands[step],
+            self._last, first, self._scale, out, self.done, block,
+        )  # fmt: skip
 
 
-@njit(cache=True, nogil=True)
-def _accumulate(weight: float, row: Row, total: Row) -> None:
-    for e in range(len(total)):
-        total[e] += weight * row[e]
+class DenseStepper(Stepper):
+    """Rows of a matrix times all white rows so far, which are kept while memory lasts and else drawn again."""
 
+    def __init__(self, rows: Array, size: int, dtype: np.dtype[Any]) -> None:
+        super().__init__(size, dtype)
+        self._rows = rows
+        self._history = np.empty((min(len(rows), HISTORY_BYTES // (size * dtype.itemsize)), size), dtype)
+        self._kept = np.zeros(len(self.done), np.int64)  # white rows in the history, for each block
 
-@njit(cache=True, nogil=True)
-def _buffered_step(
-    white: Row,
-    c: float,
-    g: Row,
-    decay: Row,
-    q: Row,
-    scale: float,
-    buffers: Row,
-    done: npt.NDArray[np.int64],
-    out: Row,
-) -> None:
-    r, size = buffers.shape
-    if done[0] == 0:
-        buffers[:] = 0
-    for e in range(size):
-        total = float(white[e])
-        for k in range(r):
-            total -= g[k] * buffers[k, e]
-        y = total / c
-        for k in range(r):
-            buffers[k, e] = decay[k] * buffers[k, e] + q[k] * y
-        out[e] = scale * y
-    done[0] += 1
+    def _advance(self, block: int, first: int, to: int, draw: Draw, out: Row) -> None:
+        white, total = np.empty(len(out), self._dtype), np.zeros(len(out))
+        for past in range(to):
+            row = white
+            if past < self._kept[block]:
+                row = self._history[past, first : first + len(out)]
+            else:
+                draw(past, first, white)
+                if past < len(self._history):
+                    kernels.keep(white, self._history[past, first : first + len(out)], self._kept, block)
+            kernels.accumulate(self._rows[to - 1, past], row, total)
+        kernels.finish(total, out, self.done, block, to)
 
+    def catch_up(self, step: int, draw: Draw, workers: Workers) -> None:
+        """Nothing is carried from step to step."""
+        self.start_at(step)
 
-@njit(cache=True, nogil=True)
-def _banded_step(
-    white: Row,
-    step: int,
-    band: Row,
-    left: Row,
-    right: Row,
-    scale: float,
-    ring: Row,
-    sums: Row,
-    done: npt.NDArray[np.int64],
-    out: Row,
-) -> None:
-    bandwidth, size = ring.shape
-    if done[0] == 0:
-        ring[:] = 0
-        sums[:] = 0
-    place = step % bandwidth
-    reach = min(bandwidth, step + 1)
-    for e in range(size):
-        leaving = float(ring[place, e])  # the white row of step - bandwidth, or 0
-        ring[place, e] = white[e]
-        total = 0.0
-        for k in range(reach):
-            total += band[k] * ring[(step - k) % bandwidth, e]
-        for k in range(len(sums)):
-            sums[k, e] += right[k] * leaving
-            total += left[k] * sums[k, e]
-        out[e] = scale * total
-    done[0] += 1
-
-
-@njit(cache=True, nogil=True)
-def _optimizer_step(row: Row, transition: Row, gain: Row, state: Row, done: npt.NDArray[np.int64]) -> None:
-    m, size = state.shape
-    if done[0] == 0:
-        state[:] = 0.0
-    fresh = np.empty(m)
-    for e in range(size):
-        for a in range(m):
-            total = gain[a] * row[e]
-            for b in range(m):
-                total += transition[a, b] * state[b, e]
-            fresh[a] = total
-        for a in range(m):
-            state[a, e] = fresh[a]
-    done[0] += 1
-
-
-@njit(cache=True, nogil=True)
-def _difference_step(row: Row, bands: Row, last: Row, done: npt.NDArray[np.int64], out: Row) -> None:
-    width, size = last.shape
-    if done[0] == 0:
-        last[:] = 0.0
-    for e in range(size):
-        for k in range(width - 1, 0, -1):
-            last[k, e] = last[k - 1, e]
-        last[0, e] = row[e]
-        total = 0.0
-        for k in range(width):
-            total += bands[k] * last[k, e]
-        out[e] = total
-    done[0] += 1
+    def _take(self, step: int, block: int, first: int, white: Row, out: Row) -> None:
+        raise NotImplementedError  # the whole of `_advance` is its own

@@ -5,26 +5,28 @@ from __future__ import annotations
 import contextlib
 import copy
 import hmac
-import json
 import math
 import numbers
 import os
 import secrets
 import threading
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 
+from mmfact.factorize import machine
 from mmfact.factorize.errors import CapacityError, HorizonError, PrivacyError, StateError
-from mmfact.factorize.machine import physical_memory
+from mmfact.noise.journal import Journal
 from mmfact.noise.key import NoiseKey
 from mmfact.noise.source import LARGEST_ROW, NONCE_BYTES, NoiseSource
-from mmfact.noise.stepping import Row, Stepping, stepping
+from mmfact.noise.state import STATE_VERSION, seal, sign, unseal
+from mmfact.noise.stepping import BLOCK, Row, Stepping, stepping
+from mmfact.noise.workers import MOST_THREADS, Workers
 from mmfact.store.artifact import Artifact
 
-STATE_VERSION = 1
 SPACES = ("gradient", "iterate")
 _LARGEST_ROUNDING = 2e-3  # of a row's white noise; the compiler stays below it
 DTYPES = ("float32", "float64")
@@ -61,6 +63,13 @@ class NoiseStream:
     run : bytes, optional
         The run nonce, 16 bytes, from another shard's `run`. Default: 16 new random bytes. A nonce of an
         earlier run repeats that run's noise: never pass one except to another shard of the same run.
+    threads : int, optional
+        That work on a row together, at most 64. Default: the cores this process may use. Values do not depend on it.
+    journal : path, optional
+        A new file that records every row before it leaves the stream, so that `restore` knows after a crash whether
+        rows were issued since the last checkpoint. One for each stream.
+
+    All of these are latched: an attribute of a running stream cannot be set.
 
     Raises
     ------
@@ -69,7 +78,7 @@ class NoiseStream:
     CapacityError
         A size that memory or the keystream cannot serve; raised before allocating.
     StateError
-        size, offset, total, space, dtype or run not as above.
+        size, offset, total, space, dtype, run or threads not as above; the journal exists or cannot be written.
 
     References
     ----------
@@ -91,8 +100,11 @@ class NoiseStream:
         space: str = "gradient",
         dtype: npt.DTypeLike = "float32",
         run: bytes | None = None,
+        threads: int | None = None,
+        journal: str | Path | None = None,
     ) -> None:
         _check_artifact(artifact)
+        self._latched = False
         self.noise_multiplier = _positive("noise multiplier", noise_multiplier)
         self.clip_norm = _positive("clip norm", clip_norm)
         if space not in SPACES:
@@ -125,30 +137,40 @@ class NoiseStream:
         self.key = key if key is not None else NoiseKey(secrets.token_bytes(32), recoverable=False)
         self.run = secrets.token_bytes(NONCE_BYTES) if run is None else run
         self._source = NoiseSource(self.key, self.run, artifact.digest, self.name, self.dtype)
+        self._workers = Workers(_threads(threads))
         way = stepping(artifact, space)
-        _check_memory(self.size, self.dtype, way.memory(self.dtype))
+        _check_memory(self.size, self.dtype, way.memory(self.dtype), self._workers.threads)
         self.sensitivity = way.sensitivity
         scale = self.noise_multiplier * self.clip_norm * self.sensitivity
         _check_range(scale, way, self.dtype)
         self._stepper = way.start(scale, self.size, self.dtype)
         self._lock = threading.Lock()
         self._place = (0, 0)  # (step, steps skipped), replaced as one so that no interruption can part them
+        self._saved: int | None = None  # the step of the latest state
         self._committed = 0
         self._resumes: list[dict[str, Any]] = []
         self._process = os.getpid()
+        self._closed = False
+        self._journal = None if journal is None else Journal.create(journal, self.key, self._fixed())
+        self._latched = True
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not name.startswith("_") and self._latched:
+            raise StateError(
+                f"{name} of a running stream cannot be changed: noise issued and noise to come belong together. "
+                "Make a new stream, and account for it as another release"
+            )
+        super().__setattr__(name, value)
 
     @property
     def step(self) -> int:
         """The step whose row `next` issues, counted from 0."""
-        return self._step
-
-    @property
-    def _step(self) -> int:
         return self._place[0]
 
     @property
-    def _skipped(self) -> int:
-        return self._place[1]
+    def threads(self) -> int:
+        """How many threads work on a row together."""
+        return self._workers.threads
 
     @property
     def horizon(self) -> int:
@@ -158,18 +180,17 @@ class NoiseStream:
     def next(self, out: Row | None = None) -> Row:
         """The next row, into `out` (same dtype, shape (size,), contiguous) or a new array.
 
+        A row that Ctrl-C or a lack of memory interrupts is lost, and its step spent: it may have been seen in part.
+
         Raises
         ------
         HorizonError
             The step is at or past the horizon; no row is ever issued twice instead.
         StateError
-            `out` does not fit; the step is not consumed.
+            `out` does not fit, the journal cannot be written, the stream is closed or was copied by a fork; the step is
+            not spent.
         """
-        if os.getpid() != self._process:
-            raise StateError(
-                "this stream was copied into another process by fork, which would issue its rows twice; make one "
-                "stream in each process, under its own name or as shards of one vector"
-            )
+        self._check_use()
         if out is None:
             out = np.empty(self.size, self.dtype)
         elif not (
@@ -184,16 +205,16 @@ class NoiseStream:
                 f"{getattr(out, 'dtype', type(out).__name__)} of shape {getattr(out, 'shape', None)}"
             )
         with self._lock:  # two threads must not enter the same step
-            step = self._step
+            step, skipped = self._place
             if step >= self.horizon:
                 raise HorizonError(
                     f"step {step} is at or past the horizon of {self.horizon} steps that this artifact was compiled "
                     "for; stop training, or compile a longer horizon for a new run"
                 )
-            total = self._stepper.row(step, self._white)
-            # before the row leaves: an interruption here loses a row but never repeats one
-            self._place = (step + 1, self._skipped)
-            out[:] = total  # inside the lock: the stepper will use its array again
+            if self._journal is not None:
+                self._journal.issue(step + 1)
+            self._place = (step + 1, skipped)  # before anything of the row can be seen
+            self._stepper.row(step, self._draw, out, self._workers)
         return out
 
     def skip_to(self, step: int) -> None:
@@ -201,22 +222,62 @@ class NoiseStream:
         step = _whole("step", step, 0)
         if step > self.horizon:
             raise HorizonError(f"step {step} is past the horizon of {self.horizon} steps")
+        self._check_use()
         with self._lock:
-            if step < self._step:
+            current, skipped = self._place
+            if step < current:
                 raise StateError(
-                    f"step {step} lies before the current step {self._step}: rows that were issued are not issued again"
+                    f"step {step} lies before the current step {current}: rows that were issued are not issued again"
                 )
-            self._place = (step, self._skipped + step - self._step)
+            if self._journal is not None:
+                self._journal.skip(step)
+            self._place = (step, skipped + step - current)
 
-    def commit(self) -> None:
-        """Say that a checkpoint with this stream's state is durable; call it after each one is safely on disk.
+    def commit(self, step: int | None = None) -> None:
+        """Say that a checkpoint with this stream's state is durable; call it once the checkpoint is safely on disk.
 
-        The count goes into state and ledger, where a reviewer sees how far published checkpoints reached.
+        Rows before that step are then never issued again, and the journal and the ledger say so.
+
+        Parameters
+        ----------
+        step : int, optional
+            The step of that state. Default: of the latest `state_dict`. Give it when checkpoints are written while
+            training goes on.
+
+        Raises
+        ------
+        StateError
+            No state was saved yet; or the step lies before the last commit or after the last state.
         """
-        self._committed = self._step
+        self._check_use()
+        with self._lock:
+            if self._saved is None:
+                raise StateError("there is nothing to commit: no state was saved; call state_dict() and write it first")
+            step = self._saved if step is None else _whole("step", step, 0)
+            if not self._committed <= step <= self._saved:
+                raise StateError(
+                    f"step {step} cannot be committed: it lies before the last commit, {self._committed}, or after the "
+                    f"last saved state, {self._saved}"
+                )
+            if self._journal is not None:
+                self._journal.commit(step)
+            self._committed = step
 
-    def state_dict(self) -> dict[str, Any]:
-        """What `restore` needs besides the artifact and the key; plain values, without the key.
+    def close(self) -> None:
+        """End the stream and let go of its journal, so that the run can be restored elsewhere."""
+        self._closed = True
+        if self._journal is not None and os.getpid() == self._process:
+            self._journal.close()
+
+    def state_dict(self, *, buffers: bool = True) -> dict[str, Any]:
+        """What `restore` needs besides the artifact and the key: plain values, and bytes; never the key.
+
+        Parameters
+        ----------
+        buffers : bool
+            Put in what the strategy keeps between steps, encrypted with the key, since it tells about past noise: as
+            many bytes as the stream holds. Without it the state is a few hundred bytes of plain JSON, and a restored
+            stream draws all past rows again, which takes time in proportion to the step.
 
         Raises
         ------
@@ -229,79 +290,93 @@ class NoiseStream:
                 "this stream made its own key, which is lost with the process, so a saved state could not go on; pass "
                 "key=NoiseKey.generate(path), or key=NoiseKey.ephemeral() if the state need not outlive the process"
             )
-        state = {
-            "version": STATE_VERSION,
-            "step": self._step,
-            "skipped": self._skipped,
-            "committed": self._committed,
-            "run": self.run.hex(),
-            "artifact": self.artifact.digest,
-            "key": self.key.id,
-            "name": self.name,
-            "offset": self.offset,
-            "size": self.size,
-            "total": self.total,
-            "space": self.space,
-            "dtype": self.dtype.name,
-            "noise_multiplier": self.noise_multiplier,
-            "clip_norm": self.clip_norm,
-            "resumes": copy.deepcopy(self._resumes),
-        }
-        return {**state, "signature": self.key.sign(_canonical(state))}
+        self._check_use()
+        with self._lock:
+            step, skipped = self._place
+            state = {
+                "version": STATE_VERSION,
+                **self._fixed(),
+                "step": step,
+                "skipped": skipped,
+                "committed": self._committed,
+                "resumes": copy.deepcopy(self._resumes),
+                "journal": self._journal is not None,
+            }
+            state["signature"] = sign(self.key, state)
+            if buffers:
+                self._stepper.catch_up(step, self._draw, self._workers)
+                state["buffers"] = seal(self.key, self.run, state["signature"], self._stepper.held)
+            self._saved = step
+        return state
 
     @classmethod
     def restore(
-        cls, artifact: Artifact, state: dict[str, Any], *, key: NoiseKey, resume: str | None = None
+        cls,
+        artifact: Artifact,
+        state: dict[str, Any],
+        *,
+        key: NoiseKey,
+        resume: str | None = None,
+        journal: str | Path | None = None,
+        threads: int | None = None,
     ) -> NoiseStream:
         """Continue a saved stream bit for bit.
 
         Rows that the interrupted process issued after the state was saved are issued again, equal. That is
         private only if nothing computed from them left the trust boundary, which only the caller can
-        know and must declare.
+        know and must declare. Only a journal can show that there were none.
 
         Parameters
         ----------
         resume : {"unpublished"}
             The declaration: nothing computed from rows after the saved step was published.
+        journal : path
+            The run's journal, if it keeps one.
+        threads : int, optional
+            As for a new stream.
 
         Raises
         ------
         StateError
-            No declaration; or the state belongs to another artifact, key or version, or is damaged.
+            No declaration where one is needed; a state from before the last commit; the state belongs to another
+            artifact, key, journal or version, or is damaged.
         """
         _check_artifact(artifact)
         if not isinstance(key, NoiseKey):
             raise StateError("key must be a NoiseKey: NoiseKey.from_file(path) or from_bytes(32 bytes)")
         if not isinstance(state, dict):
-            raise StateError(
-                f"the state must be the dictionary that state_dict() gave (json.loads of its JSON), not {state!r:.40}"
-            )
+            raise StateError(f"the state must be the dictionary that state_dict() gave, not {state!r:.40}")
+        opened: Journal | None = None
         try:
-            if state["version"] != STATE_VERSION:
+            _check_state(artifact, key, state)
+            step = _whole("step", state["step"], 0)
+            committed, skipped = _whole("committed", state["committed"], 0), _whole("skipped", state["skipped"], 0)
+            if max(committed, skipped) > step:
                 raise StateError(
-                    f"the state has version {state['version']!r}; this mmfact restores version {STATE_VERSION}"
+                    f"the state says {committed} rows committed and {skipped} skipped, but only {step} steps"
                 )
-            for what, found, needed in (
-                ("artifact", artifact.digest, state["artifact"]),
-                ("key", key.id, state["key"]),
-            ):
-                if found != needed:
+            reissued = None
+            if state["journal"] != (journal is not None):
+                raise StateError(
+                    "this run keeps a journal of the rows it issued: give its path as journal="
+                    if state["journal"]
+                    else "this run keeps no journal, and one that begins now could not tell what was issued before"
+                )
+            if journal is not None:
+                opened, said = Journal.reopen(journal, key, {name: state[name] for name in _FIXED})
+                if step < said.committed:
                     raise StateError(
-                        f"the state belongs to {what} {str(needed)[:16]}, not to the given {what} {found[:16]}; "
-                        "its noise could not go on"
+                        f"the state is of step {step}, but a checkpoint of step {said.committed} was committed, and "
+                        "rows before that are never issued again; restore that checkpoint"
                     )
-            unsigned = {name: value for name, value in state.items() if name != "signature"}
-            if not hmac.compare_digest(key.sign(_canonical(unsigned)), state["signature"]):
-                raise StateError(
-                    "the state was changed after it was saved: its signature does not fit; use an untouched one, "
-                    "since another step or scale under the same noise would betray the gradients"
-                )
-            if resume != "unpublished":
-                raise StateError(
-                    "rows issued after this state was saved would be issued again. If nothing computed from them was "
-                    'published (no model, metric or log left the trust boundary), say so with resume="unpublished"; '
-                    "otherwise start a new run from data that has not been used"
-                )
+                reissued = max(said.issued - step, 0)
+                # The latest lines may be missing after a loss of power: only a commit of this very step proves it.
+                if said.clean and step == said.committed:
+                    resume = None
+                elif resume != "unpublished":
+                    raise StateError(_undeclared(f"{reissued} or more rows issued after this state was saved"))
+            elif resume != "unpublished":
+                raise StateError(_undeclared("rows issued after this state was saved"))
             stream = cls(
                 artifact,
                 state["size"],
@@ -314,41 +389,42 @@ class NoiseStream:
                 space=state["space"],
                 dtype=state["dtype"],
                 run=bytes.fromhex(state["run"]),
+                threads=threads,
             )
-            step = _whole("step", state["step"], 0)
-            committed, skipped = _whole("committed", state["committed"], 0), _whole("skipped", state["skipped"], 0)
-            if max(committed, skipped) > step:
-                raise StateError(
-                    f"the state says {committed} rows committed and {skipped} skipped, but only {step} steps"
-                )
             stream.skip_to(step)
-            stream._committed, stream._place = committed, (step, skipped)
-            stream._resumes = [*copy.deepcopy(state["resumes"]), {"step": step, "declared": resume}]
+            if "buffers" in state:
+                unseal(key, stream.run, state["signature"], state["buffers"], stream._stepper.held)
+                stream._stepper.start_at(step)
+            # a state that can be restored is durable
+            stream._saved, stream._committed, stream._place = step, step, (step, skipped)
+            resumed = {"step": step, "declared": resume, "reissued": reissued}
+            stream._resumes = [*copy.deepcopy(state["resumes"]), resumed]
+            if opened is not None:
+                opened.resume(step, resume, reissued or 0)
+                stream._journal, opened = opened, None
         except (KeyError, TypeError, ValueError) as error:
             raise StateError(
                 f"the state is damaged or not a stream's state ({error!r}); use another checkpoint"
             ) from error
+        finally:
+            if opened is not None:
+                opened.close()
         return stream
 
     def ledger(self) -> dict[str, Any]:
         """The record of the run so far, for whoever signs the privacy statement."""
+        step, skipped = self._place
         return {
-            "artifact": self.artifact.digest,
+            **self._fixed(),
             "workload": self.artifact.workload.spec(),
             "participation": self.artifact.participation.kind,
-            "noise_multiplier": self.noise_multiplier,
-            "clip_norm": self.clip_norm,
             "sensitivity": self.sensitivity,
-            "space": self.space,
-            "name": self.name,
-            "run": self.run.hex(),
-            "key": self.key.id,
-            "issued": self._step - self._skipped,
-            "skipped": self._skipped,
+            "issued": step - skipped,
+            "skipped": skipped,
             "committed": self._committed,
             "horizon": self.horizon,
             "resumes": copy.deepcopy(self._resumes),
-            "versions": {name: version(name) for name in ("mmfact", "numpy", "scipy", "cryptography")},
+            "versions": {name: version(name) for name in ("mmfact", "numpy", "numba", "cryptography")},
         }
 
     def __reduce__(self) -> NoReturn:
@@ -356,12 +432,37 @@ class NoiseStream:
 
     def __repr__(self) -> str:
         return (
-            f"NoiseStream({self.artifact.digest[:12]}, size={self.size}, step={self._step}/{self.horizon}, "
+            f"NoiseStream({self.artifact.digest[:12]}, size={self.size}, step={self.step}/{self.horizon}, "
             f"space={self.space}, dtype={self.dtype.name}, key={self.key.id})"
         )
 
-    def _white(self, step: int) -> Row:
-        return self._source.row(step, self.offset, self.size)
+    def _draw(self, step: int, first: int, out: Row) -> None:
+        self._source.fill(step, self.offset + first, out)
+
+    def _fixed(self) -> dict[str, Any]:
+        """What never changes in a run."""
+        return {
+            "run": self.run.hex(),
+            "artifact": self.artifact.digest,
+            "key": self.key.id,
+            "name": self.name,
+            "offset": self.offset,
+            "size": self.size,
+            "total": self.total,
+            "space": self.space,
+            "dtype": self.dtype.name,
+            "noise_multiplier": self.noise_multiplier,
+            "clip_norm": self.clip_norm,
+        }
+
+    def _check_use(self) -> None:
+        if os.getpid() != self._process:
+            raise StateError(
+                "this stream was copied into another process by fork, which would issue its rows twice; make one "
+                "stream in each process, under its own name or as shards of one vector"
+            )
+        if self._closed:
+            raise StateError("this stream was closed; restore it from its state to go on")
 
 
 def _check_artifact(artifact: Any) -> None:
@@ -400,8 +501,34 @@ def _check_range(scale: float, way: Stepping, dtype: np.dtype[Any]) -> None:
         )
 
 
-def _canonical(state: dict[str, Any]) -> bytes:
-    return json.dumps(state, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+_FIXED = (
+    "run", "artifact", "key", "name", "offset", "size", "total", "space", "dtype", "noise_multiplier", "clip_norm",
+)  # fmt: skip
+
+
+def _check_state(artifact: Artifact, key: NoiseKey, state: dict[str, Any]) -> None:
+    """Version, owner and signature."""
+    if state["version"] != STATE_VERSION:
+        raise StateError(f"the state has version {state['version']!r}; this mmfact restores version {STATE_VERSION}")
+    for what, found, needed in (("artifact", artifact.digest, state["artifact"]), ("key", key.id, state["key"])):
+        if found != needed:
+            raise StateError(
+                f"the state belongs to {what} {str(needed)[:16]}, not to the given {what} {found[:16]}; its noise "
+                "could not go on"
+            )
+    fields = {name: value for name, value in state.items() if name not in ("signature", "buffers")}
+    if not hmac.compare_digest(sign(key, fields), state["signature"]):
+        raise StateError(
+            "the state was changed after it was saved: its signature does not fit; use an untouched one, since another "
+            "step or scale under the same noise would betray the gradients"
+        )
+
+
+def _undeclared(rows: str) -> str:
+    return (
+        f"{rows} would be issued again. If nothing computed from them was published (no model, metric or log left the "
+        'trust boundary), say so with resume="unpublished"; otherwise start a new run from data that has not been used'
+    )
 
 
 def _whole(what: str, value: Any, least: int) -> int:
@@ -412,10 +539,21 @@ def _whole(what: str, value: Any, least: int) -> int:
     return int(value)
 
 
-def _check_memory(size: int, dtype: np.dtype[Any], held: int) -> None:
-    """A step holds the output, one white row with what it is drawn from, and `held` bytes an element of the stepper."""
-    needed = size * (2 * dtype.itemsize + held)
-    available = physical_memory()
+def _threads(value: Any) -> int:
+    if value is None:
+        return min(machine.threads(), MOST_THREADS)
+    threads = _whole("threads", value, 1)
+    if threads > MOST_THREADS:
+        raise StateError(
+            f"threads = {threads} is more than {MOST_THREADS}; leave it out for as many as there are cores"
+        )
+    return threads
+
+
+def _check_memory(size: int, dtype: np.dtype[Any], held: int, threads: int) -> None:
+    """A stream holds `held` bytes an element, a step the output, and each thread what one block is made of."""
+    needed = size * (dtype.itemsize + held) + threads * min(size, BLOCK) * (3 * dtype.itemsize + 4)
+    available = machine.physical_memory()
     if available is not None and needed > available:
         raise CapacityError(
             f"size = {size} needs {needed / 2**30:.1f} GiB with this strategy's buffers, more than this machine's "

@@ -68,14 +68,15 @@ def _claim(temporary: str, path: Path) -> bool:
             return False
         os.replace(temporary, path)
     try:
-        _sync_directory(path.parent)
+        sync_directory(path.parent)
     except OSError:
         os.unlink(path)  # what might not survive a crash is not published
         raise
     return True
 
 
-def _sync_directory(directory: Path) -> None:
+def sync_directory(directory: Path) -> None:
+    """Make a new name in `directory` survive a crash of the machine."""
     if os.name == "nt":
         return
     handle = os.open(directory, os.O_RDONLY)

@@ -171,11 +171,11 @@ def fed() -> Callable[[NoiseStream, Array], Array]:
     """fed(stream, Z): the rows that are left, the rows of Z (of the whole vector) in place of the source's."""
 
     def run(stream: NoiseStream, Z: Array) -> Array:
-        def row(self: Any, step: int, offset: int, size: int) -> Array:
-            return Z[step, offset : offset + size].astype(stream.dtype)
+        def fill(self: Any, step: int, first: int, out: Array) -> None:
+            out[:] = Z[step, first : first + len(out)]
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(noise_source.NoiseSource, "row", row)
+            patch.setattr(noise_source.NoiseSource, "fill", fill)
             return np.array([stream.next() for _ in range(stream.horizon - stream.step)])
 
     return run
@@ -209,14 +209,11 @@ def rows_of() -> Callable[..., Array]:
 
 
 @pytest.fixture(scope="session")
-def streamed_matrix() -> Callable[[NoiseStream], Array]:
+def streamed_matrix(fed: Callable[[NoiseStream, Array], Array]) -> Callable[[NoiseStream], Array]:
     """streamed_matrix(float64 stream of size n): M with rows = M Z, by putting Z = identity in place of the source."""
 
     def measure(stream: NoiseStream) -> Array:
-        identity = np.eye(stream.horizon)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(noise_source.NoiseSource, "row", lambda self, step, offset, size: identity[step])
-            return np.array([stream.next() for _ in range(stream.horizon)])
+        return fed(stream, np.eye(stream.horizon))
 
     return measure
 
@@ -267,13 +264,13 @@ def covariance_bound() -> Callable[[Array, int, float], Array]:
 
 @pytest.fixture
 def words(monkeypatch: pytest.MonkeyPatch) -> list[Array]:
-    """Every block of raw 64-bit words that the source turns into normals from here on."""
+    """Every piece of raw words (32 bits for float32, 64 for float64) that the source turns into normals from here on."""
     seen: list[Array] = []
     real = noise_source.normals
 
-    def record(block: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
-        seen.append(block.copy())
-        return real(block)
+    def record(words: Array, out: Array) -> list[int]:
+        seen.append(words.copy())
+        return real(words, out)
 
     monkeypatch.setattr(noise_source, "normals", record)
     return seen
