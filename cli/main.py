@@ -344,6 +344,37 @@ def verify_command(ref: str, reference: bool, store: str, as_json: bool) -> None
         raise AnswerIsNo(f"{ref} fails verification: {failed}. Do not train with it; compile it again")
 
 
+@commands.command("selftest")
+@click.argument("ref")
+@_common
+def selftest_command(ref: str, store: str, as_json: bool) -> None:
+    """Stream an artifact to its horizon on this machine and test what comes out, in less than a minute.
+
+    \b
+    About 3e7 values: their covariance between steps and between elements, their distribution, and that
+    threads, shards and restarts give the same bits. A right runtime fails with probability 1e-6.
+    Exit code 0: everything is as it should be. 1: something is not.
+    Example: mmfact selftest momentum-n2048
+    """
+    from mmfact.cli import render
+    from mmfact.noise.selftest import selftest
+    from mmfact.store.store import ArtifactStore
+
+    artifact = ArtifactStore(store).load(ref)
+    with render.working(f"testing {ref}") as on_progress:
+        result = selftest(artifact, on_progress=on_progress)
+    if as_json:
+        _print_json(render.selftest_as_dict(ref, artifact, result))
+    else:
+        render.selftest(ref, artifact, result)
+    if not result.passed:
+        failed = ", ".join(check.name for check in result.checks if not check.passed)
+        raise AnswerIsNo(
+            f"{ref} fails the self-test on this machine: {failed}. Do not train with it here; run it again, and if it "
+            "fails again, reinstall mmfact, numba and cryptography, and tell us"
+        )
+
+
 class AnswerIsNo(Exception):  # noqa: N818
     """The command ran and its answer is no: exit code 1."""
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from mmfact.factorize.optimum import Progress
     from mmfact.factorize.strategy.protocol import Strategy
     from mmfact.factorize.verification import Verification
+    from mmfact.noise.selftest import Selftest
     from mmfact.store.artifact import Artifact
     from mmfact.store.store import Entry
 
@@ -253,6 +254,38 @@ def verification_as_dict(ref: str, artifact: Artifact, result: Verification) -> 
         "excess": artifact.certificate.excess,
         "how": result.how,
         "checks": [{name: _finite(value) for name, value in asdict(check).items()} for check in result.checks],
+    }
+
+
+def selftest(ref: str, artifact: Artifact, result: Selftest) -> None:
+    """Each check of `mmfact selftest`, and the sample it was made on."""
+    table = Table(title=f"{ref}: {describe(artifact)}", box=None, pad_edge=False, title_justify="left")
+    for column in ("check", "found", "limit", "verdict", "what"):
+        table.add_column(column, justify="right" if column in ("found", "limit") else "left")
+    for check in result.checks:
+        verdict = Text("good", style="green") if check.passed else Text("FAILS", style="red")
+        exact = check.limit == 0
+        found, limit = ("-", "-") if exact else (f"{check.found:.3g}", f"{check.limit:.3g}")
+        table.add_row(check.name, found, limit, verdict, check.rule)
+    _show(table)
+    _show(
+        f"how: {result.steps:,} steps of {result.elements:,} elements, float32, gradient space, under a key made for "
+        f"this test; a right runtime fails with probability {result.false_alarm:g} at most"
+    )
+    if result.passed:
+        _show("passed: on this machine the stream is the noise that the artifact promises")
+
+
+def selftest_as_dict(ref: str, artifact: Artifact, result: Selftest) -> dict[str, Any]:
+    """The self-test as plain values."""
+    return {
+        "ref": ref,
+        "digest": artifact.digest,
+        "passed": result.passed,
+        "steps": result.steps,
+        "elements": result.elements,
+        "false_alarm": result.false_alarm,
+        "checks": [asdict(check) for check in result.checks],
     }
 
 

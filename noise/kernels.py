@@ -97,10 +97,14 @@ def banded_gradients(
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
-def accumulate(weight: float, row: Row, total: Row) -> None:
-    """total += weight row."""
-    for e in range(len(total)):
-        total[e] += weight * row[e]
+def accumulate(weights: Row, rows: Row, first: int, total: Row) -> None:
+    """total += the sum of weight_k rows_k, in this order, over the elements from `first` on."""
+    for start in range(0, len(total), _CHUNK):
+        part = total[start : start + _CHUNK]
+        for k in range(len(weights)):
+            row, weight = rows[k, first + start : first + start + len(part)], weights[k]
+            for e in range(len(part)):
+                part[e] += weight * row[e]
 
 
 @njit(cache=True, nogil=True, error_model="numpy")

@@ -7,7 +7,7 @@ A word w of b = 32 bits (float32) or 64 bits (float64), read as a signed integer
 
 so that -1 - w has the opposite normal. In the outermost cells (p < 2^-16, or 2^-32 for float64; beyond 4.17 and 6.23
 standard deviations) one word no longer resolves the tail: a second word of 64 bits, from another keystream, says where
-in its cell p lies, p = (k + (second + 1/2) / 2^64) / 2^b. Magnitudes end at 11.2 and 13.0, beyond which a true normal
+in its cell p lies, p = (k + (second + 1/2) / 2^64) / 2^b. Magnitudes end at 11.3 and 13.1, beyond which a true normal
 lies with probability 2^-96 and 2^-128.
 
 Only + - * / and square roots are used, each rounded once as IEEE 754 says (numba without `fastmath` neither
@@ -15,7 +15,7 @@ reassociates nor contracts them), so values depend on neither vector width nor p
 
 float64 follows Wichura 1988 (algorithm AS 241, PPND16; relative error about 1e-16), with a logarithm of our own.
 float32 has fits of our own to the same function, in the ranges that one word reaches (least squares, reweighted until
-the largest relative errors were equal, below 2^-26), arranged so that what is rounded is small beside an exact term:
+the largest relative errors were equal, below 2^-25), arranged so that what is rounded is small beside an exact term:
 within 2 units in the last place of float32, shown for every word by tests/noise/test_normals.py.
 """
 
@@ -63,8 +63,8 @@ _D3, _D2, _D1 = map(_f32, (145.94953014147845, 111.52014861512265, 20.3287242758
 # Beyond, r = sqrt(-log p) up to 3.33: z = r + N(r - 1.6) / D(r - 1.6).
 _T3, _T2, _T1, _T0 = map(_f32, (0.05735258808704658, 0.4033049444337054, 0.5703798089107124, -0.17656286115212333))
 _U2, _U1 = map(_f32, (0.13750864941343863, 0.7780079984250158))
-# 1 / (2 r) = H(r - 1.6), to 2 %.
-_H2, _H1, _H0 = map(_f32, (0.0346, -0.1485, 0.3057))
+# 1 / (2 r) lies between .31 and .15: this much of a Newton step for the root is enough.
+_STEP = _f32(0.3)
 # log(1 + x) = x - x^2 / 2 + x^3 L(x) for sqrt(1/2) - 1 <= x <= sqrt(2) - 1.
 _L6, _L5, _L4, _L3, _L2, _L1, _L0 = map(
     _f32,
@@ -142,8 +142,9 @@ def _normals32(words: Words, out: Row, found: Row) -> int:
                     found[many] = start + i
                     many += 1
         for i in range(len(w)):
-            high = _f32(w[i] & _i32(-2048)) * _Q_SCALE  # q = high + low, and 2.5 high is exact
-            low = (_f32(w[i] & _i32(2047)) + _HALF) * _Q_SCALE
+            folded = w[i] ^ (w[i] >> _i32(31))
+            high = _f32(folded & _i32(-2048)) * _Q_SCALE  # |q| = high + low, and 2.5 high is exact
+            low = (_f32(folded & _i32(2047)) + _HALF) * _Q_SCALE
             q = high + low
             square = q * q
             y = _Y_CENTRAL - square
@@ -162,13 +163,12 @@ def _normals32(words: Words, out: Row, found: Row) -> int:
             lower = r - upper
             left += ((rounded - upper * upper) - _TWO * upper * lower) - lower * lower
             s = r - _R_CENTRAL
-            left *= (_H2 * s + _H1) * s + _H0  # one Newton step for the root
-            inner = abs(q) <= _Q_CENTRAL
+            inner = q <= _Q_CENTRAL
             over = over if inner else ((_T3 * s + _T2) * s + _T1) * s + _T0
             ratio = over / (under if inner else (_U2 * s + _U1) * s + _ONE)
             central = _FIVE_HALVES * high + (_FIVE_HALVES * low + q * (_REST + ratio))
-            tail = r + (ratio + left)
-            z[i] = central if inner else (tail if w[i] >= 0 else -tail)
+            magnitude = central if inner else r + (ratio + _STEP * left)
+            z[i] = magnitude if w[i] >= 0 else -magnitude
     return many
 
 
@@ -195,11 +195,11 @@ def _normals64(words: Words, out: Row, found: Row) -> int:
                     found[many] = start + i
                     many += 1
         for i in range(len(w)):
-            q = (_f64(w[i]) + 0.5) * 2.0**-64
+            q = (_f64(w[i] ^ (w[i] >> _i64(63))) + 0.5) * 2.0**-64
             central = q * _ratio(_CENTRAL, 0.180625 - q * q)
             r = math.sqrt(-_LN2 * exponent[i] - _log(mantissa[i]))
-            tail = _ratio(_MIDDLE, r - 1.6)
-            z[i] = central if abs(q) <= 0.425 else (tail if w[i] >= 0 else -tail)
+            magnitude = central if q <= 0.425 else _ratio(_MIDDLE, r - 1.6)
+            z[i] = magnitude if w[i] >= 0 else -magnitude
     return many
 
 

@@ -297,16 +297,14 @@ class DenseStepper(Stepper):
         self._kept = np.zeros(len(self.done), np.int64)  # white rows in the history, for each block
 
     def _advance(self, block: int, first: int, to: int, draw: Draw, out: Row) -> None:
-        white, total = np.empty(len(out), self._dtype), np.zeros(len(out))
-        for past in range(to):
-            row = white
-            if past < self._kept[block]:
-                row = self._history[past, first : first + len(out)]
-            else:
-                draw(past, first, white)
-                if past < len(self._history):
-                    kernels.keep(white, self._history[past, first : first + len(out)], self._kept, block)
-            kernels.accumulate(self._rows[to - 1, past], row, total)
+        white, total, weights = np.empty((1, len(out)), self._dtype), np.zeros(len(out)), self._rows[to - 1]
+        kept = min(int(self._kept[block]), to)
+        kernels.accumulate(weights[:kept], self._history, first, total)
+        for past in range(kept, to):
+            draw(past, first, white[0])
+            if past < len(self._history):
+                kernels.keep(white[0], self._history[past, first : first + len(out)], self._kept, block)
+            kernels.accumulate(weights[past : past + 1], white, 0, total)
         kernels.finish(total, out, self.done, block, to)
 
     def catch_up(self, step: int, draw: Draw, workers: Workers) -> None:

@@ -1,11 +1,16 @@
-"""Threads for one row: its blocks are worked on in no particular order, by the caller and its helpers."""
+"""Threads for one row: its blocks are worked on in no particular order, by the caller and its helpers.
+
+Ctrl-C may come between any two statements here. What the standard library's pools share between threads is guarded by
+locks in Python, which an interrupt can leave locked for ever; so helpers are threads that live for one row, started and
+waited for by single native calls.
+"""
 
 from __future__ import annotations
 
-import os
+import contextlib
+from _thread import LockType, allocate_lock, start_new_thread
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 MOST_THREADS = 64
 
@@ -18,45 +23,43 @@ class Workers:
 
     def __init__(self, threads: int) -> None:
         self.threads = threads
-        self._helping: list[Future[None]] = []
+        self._busy: list[LockType] = []  # one for each helper, locked while it has a block
 
     def run(self, work: Callable[[int], None], blocks: int) -> None:
         """work(0), ..., work(blocks - 1), each once, in any order."""
-        self._finish()  # what a second Ctrl-C may have left running
+        self._wait()  # for what a second Ctrl-C may have left running
         left = deque(range(blocks))
+        failures: list[BaseException] = []
 
-        def help_out() -> None:
+        def help_out(busy: LockType) -> None:
             while True:
-                try:
-                    block = left.popleft()
-                except IndexError:
-                    return
-                work(block)
+                with busy:
+                    try:
+                        block = left.popleft()
+                    except IndexError:
+                        return
+                    try:
+                        work(block)
+                    except BaseException as failure:  # raised below, in the caller's thread
+                        failures.append(failure)
+                        left.clear()
 
+        self._busy = [allocate_lock() for _ in range(min(self.threads, blocks) - 1)]
         try:
-            for _ in range(min(self.threads, blocks) - 1):
-                self._helping.append(_pool().submit(help_out))
-            help_out()
+            with contextlib.suppress(RuntimeError):  # no more threads to be had: fewer will do
+                for busy in self._busy:
+                    start_new_thread(help_out, (busy,))
+            while left:
+                with contextlib.suppress(IndexError):  # a helper was quicker
+                    work(left.popleft())
         finally:
             left.clear()
-            failures = self._finish()
+            self._wait()
         if failures:
             raise failures[0]
 
-    def _finish(self) -> list[BaseException]:
-        """Wait for the helpers that have begun; what went wrong in them."""
-        begun = [helper for helper in self._helping if not helper.cancel()]
-        wait(begun)
-        self._helping = []
-        return [failure for failure in (helper.exception() for helper in begun) if failure is not None]
-
-
-_pools: dict[int, ThreadPoolExecutor] = {}  # by process: threads do not survive a fork
-
-
-def _pool() -> ThreadPoolExecutor:
-    process = os.getpid()
-    if process not in _pools:
-        _pools.clear()
-        _pools[process] = ThreadPoolExecutor(MOST_THREADS, "mmfact-noise")
-    return _pools[process]
+    def _wait(self) -> None:
+        """Until no helper has a block; one that has not begun will find none left."""
+        for busy in self._busy:
+            with busy:
+                pass

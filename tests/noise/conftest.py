@@ -264,7 +264,7 @@ def covariance_bound() -> Callable[[Array, int, float], Array]:
 
 @pytest.fixture
 def words(monkeypatch: pytest.MonkeyPatch) -> list[Array]:
-    """Every piece of raw words (32 bits for float32, 64 for float64) that the source turns into normals from here on."""
+    """Every piece of raw words (float32: of 32 bits, float64: of 64) that the source makes normals of from here on."""
     seen: list[Array] = []
     real = noise_source.normals
 

@@ -10,7 +10,6 @@ from statistics import NormalDist
 import numpy as np
 import pytest
 from cryptography.hazmat.primitives import hashes
-from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
 from cryptography.hazmat.primitives.hmac import HMAC
 from cryptography.hazmat.primitives.kdf.hkdf import HKDFExpand
 from hypothesis import given, settings
@@ -18,6 +17,7 @@ from hypothesis import strategies as st
 
 from mmfact.factorize.errors import StateError
 from mmfact.noise import NoiseKey
+from mmfact.noise import source as noise_source
 from mmfact.noise.source import LARGEST_ROW, NoiseSource
 
 SECRET = bytes(range(100, 132))
@@ -57,56 +57,157 @@ def hkdf(secret: bytes, salt: bytes, info: bytes, length: int) -> bytes:
     return out[:length]
 
 
-def reference_words(step: int, offset: int, size: int, name: str = "", dtype: str = "float64") -> list[int]:
-    """The words of a row, as the docstring of mmfact.noise.source lays them out."""
-    info = b"mmfact noise 1" + bytes.fromhex(DIGEST) + struct.pack(">Q", len(name.encode())) + name.encode()
+def subkeys(step: int, name: str, dtype: str) -> tuple[bytes, bytes]:
+    """For first and second words, as the docstring of mmfact.noise.source says."""
+    info = b"mmfact noise 2" + bytes.fromhex(DIGEST) + struct.pack(">Q", len(name.encode())) + name.encode()
     info += {"float32": b" float32", "float64": b" float64"}[dtype] + struct.pack(">Q", step)
-    subkey = hkdf(SECRET, NONCE, info, 32)
-    found = []
-    for element in range(offset, offset + size):
-        block = chacha20_block(subkey, element // 8, bytes(12))
-        found.append(struct.unpack("<8Q", block)[element % 8])
-    return found
+    derived = hkdf(SECRET, NONCE, info, 64)
+    return derived[:32], derived[32:]
 
 
-def reference_row(words: list[int]) -> np.ndarray:
-    """Inverse normal CDF by Wichura's AS 241 (the standard library's), on the lower tail, mirrored by the top bit."""
-    normal = NormalDist()
-    tails = [((word % 2**63) + 0.5) / 2.0**64 for word in words]
-    values = [normal.inv_cdf(tail) if tail < 0.5 else 0.0 for tail in tails]
-    return np.array([-value if word >> 63 else value for word, value in zip(words, values, strict=True)])
+def keystream_words(subkey: bytes, first: int, count: int, form: str) -> list[int]:
+    """Word e has bytes width e .. width e + width - 1 of the keystream."""
+    width = struct.calcsize(form)
+    start, end = width * first, width * (first + count)
+    blocks = range(start // 64, -(-end // 64))
+    stream = b"".join(chacha20_block(subkey, block, bytes(12)) for block in blocks)
+    return list(struct.unpack(f"<{count}{form}", stream[start - 64 * blocks[0] :][: width * count]))
+
+
+def reference_words(step: int, first: int, count: int, name: str = "", dtype: str = "float64") -> list[int]:
+    form = "I" if dtype == "float32" else "Q"
+    return keystream_words(subkeys(step, name, dtype)[0], first, count, form)
+
+
+def second_words(step: int, first: int, count: int, name: str = "", dtype: str = "float64") -> list[int]:
+    return keystream_words(subkeys(step, name, dtype)[1], first, count, "Q")
+
+
+def split(word: int, dtype: str) -> tuple[int, int]:
+    """Sign and cell of a word."""
+    bits = 32 if dtype == "float32" else 64
+    signed = word - 2**bits if word >> (bits - 1) else word
+    return (1, 2 ** (bits - 1) - 1 - signed) if signed >= 0 else (-1, 2 ** (bits - 1) - 1 - (-1 - signed))
+
+
+def outermost(word: int, dtype: str) -> bool:
+    """Whether p < 2^-16 (float32) or 2^-32."""
+    return split(word, dtype)[1] < (2**16 if dtype == "float32" else 2**32)
+
+
+def reference_row(step: int, first: int, count: int, name: str = "", dtype: str = "float64") -> list[float]:
+    """With the standard library's inverse normal CDF: its own AS 241, about 1e-16 beside the larger of 1 and |z|."""
+    bits, row = (32 if dtype == "float32" else 64), []
+    for at, word in enumerate(reference_words(step, first, count, name, dtype), first):
+        sign, cell = split(word, dtype)
+        within = 0.5
+        if outermost(word, dtype):
+            within = (second_words(step, at, 1, name, dtype)[0] + 0.5) / 2.0**64
+        tail = (cell + within) / 2.0**bits
+        row.append(-sign * NormalDist().inv_cdf(tail) if tail < 0.5 else 0.0)
+    return row
 
 
 def source(name: str = "", dtype: str = "float64") -> NoiseSource:
     return NoiseSource(NoiseKey.from_bytes(SECRET), NONCE, DIGEST, name, np.dtype(dtype))
 
 
+def row(made: NoiseSource, step: int, first: int, count: int, dtype: str = "float64") -> np.ndarray:
+    out = np.full(count, np.nan, dtype)
+    made.fill(step, first, out)
+    return out
+
+
+def is_near(found: np.ndarray, expected: list[float]) -> None:
+    """Float64: two inverse CDFs of 1e-16. Float32: 2 units in the last place, each at most 2^-23 of a value."""
+    rtol = 2e-15 if found.dtype == "float64" else 2.0**-22
+    np.testing.assert_allclose(found, expected, rtol=rtol, atol=2e-16)
+
+
+@pytest.fixture
+def second(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Every second word that is used from here on."""
+    seen: list[int] = []
+    real = noise_source.refine
+
+    def record(word: int, second: int, bits: int) -> float:
+        seen.append(second)
+        return real(word, second, bits)
+
+    monkeypatch.setattr(noise_source, "refine", record)
+    return seen
+
+
+@pytest.fixture
+def all_outermost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every element asks for its second word."""
+    real = noise_source.normals
+
+    def every(words: np.ndarray, out: np.ndarray) -> list[int]:
+        real(words, out)
+        return list(range(len(words)))
+
+    monkeypatch.setattr(noise_source, "normals", every)
+
+
 def test_the_block_function_of_the_reference_is_that_of_the_rfc() -> None:
-    """RFC 8439 section 2.3.2 and appendix A.1 number 1: the yardstick below is right."""
+    """RFC 8439 section 2.3.2: the yardstick of this file is right."""
     block = chacha20_block(bytes(range(32)), 1, bytes.fromhex("000000090000004a00000000"))
     assert block.hex() == (
         "10f1e7e4d13b5915500fdd1fa32071c4c7d1f4c733c068030422aa9ac3d46c4e"
         "d2826446079faa0914c2d705d98b02a2b5129cd1de164eb9cbd083e8a2503c4e"
     )
-    assert chacha20_block(bytes(32), 0, bytes(12)).hex() == (
-        "76b8e0ada0f13d90405d6ae55386bd28bdd219b8a08ded1aa836efcc8b770dc7"
-        "da41597c5157488d7724e03fb8d84a376a43b8f41518a11cc387b669b2ee6586"
-    )
 
 
-def test_the_cipher_of_the_library_encrypts_as_the_rfc() -> None:
-    """RFC 8439 section 2.4.2, through the very calls that the source makes (counter first, then the nonce)."""
+def test_the_cipher_of_the_reference_encrypts_as_the_rfc() -> None:
+    """RFC 8439 section 2.4.2: blocks in a row, the counter first in the second half of the state, a nonce not zero."""
     text = (
         b"Ladies and Gentlemen of the class of '99: If I could offer you only one tip for the future, "
         b"sunscreen would be it."
     )
-    initial = (1).to_bytes(4, "little") + bytes.fromhex("000000000000004a00000000")
-    stream = Cipher(algorithms.ChaCha20(bytes(range(32)), initial), mode=None).encryptor()
-    assert stream.update(text).hex() == (
+    nonce = bytes.fromhex("000000000000004a00000000")
+    stream = b"".join(chacha20_block(bytes(range(32)), counter, nonce) for counter in (1, 2))
+    assert bytes(a ^ b for a, b in zip(text, stream, strict=False)).hex() == (
         "6e2e359a2568f98041ba0728dd0d6981e97e7aec1d4360c20a27afccfd9fae0bf91b65c5524733ab8f593dabcd62b357"
         "1639d624e65152ab8f530c359f0861d807ca0dbf500d6a6156a38e088a22b65e52bc514d16ccf806818ce91ab7793736"
         "5af90bbf74a35be6b40b8eedf2785e42874d"
     )
+
+
+VECTORS = [
+    (
+        bytes(32),
+        0,
+        "76b8e0ada0f13d90405d6ae55386bd28bdd219b8a08ded1aa836efcc8b770dc7"
+        "da41597c5157488d7724e03fb8d84a376a43b8f41518a11cc387b669b2ee6586",
+    ),
+    (
+        bytes(32),
+        1,
+        "9f07e7be5551387a98ba977c732d080dcb0f29a048e3656912c6533e32ee7aed"
+        "29b721769ce64e43d57133b074d839d531ed1f28510afb45ace10a1f4b794d6f",
+    ),
+    (
+        bytes(31) + b"\x01",
+        1,
+        "3aeb5224ecf849929b9d828db1ced4dd832025e8018b8160b82284f3c949aa5a"
+        "8eca00bbb4a73bdad192b5c42f73f2fd4e273644c8b36125a64addeb006c13a0",
+    ),
+    (
+        b"\x00\xff" + bytes(30),
+        2,
+        "72d54dfbf12ec44b362692df94137f328fea8da73990265ec1bbbea1ae9af0ca"
+        "13b25aa26cb4a648cb9b9d1be65b2c0924a66c54d545ec1b7374f4872e99f096",
+    ),
+]
+
+
+@pytest.mark.parametrize(("subkey", "counter", "expected"), VECTORS, ids=["A.1.1", "A.1.2", "A.1.3", "A.1.4"])
+def test_the_keystream_of_the_source_is_that_of_the_rfc(subkey: bytes, counter: int, expected: str) -> None:
+    """RFC 8439 appendix A.1, numbers 1 to 4 (nonce 0, as here), through the very function that the source calls."""
+    assert noise_source._keystream(subkey, 64 * counter, 64).tobytes().hex() == expected
+    assert noise_source._keystream(subkey, 64 * counter + 17, 30).tobytes().hex() == expected[34:94]
+    assert chacha20_block(subkey, counter, bytes(12)).hex() == expected
 
 
 @pytest.mark.parametrize(
@@ -146,45 +247,99 @@ def test_key_derivation_is_that_of_the_rfc(secret: bytes, salt: bytes, info: byt
 
 @settings(deadline=None, max_examples=60)
 @given(
-    step=st.integers(0, 2**24),
-    offset=st.one_of(st.integers(0, 100), st.integers(0, LARGEST_ROW - 40)),
+    steps=st.lists(st.one_of(st.integers(0, 2**24), st.integers(0, 2**64 - 1)), min_size=1, max_size=3),
+    offset=st.one_of(
+        st.integers(0, 100), st.integers(0, LARGEST_ROW - 40), st.integers(1, 80).map(LARGEST_ROW.__sub__)
+    ),
     size=st.integers(1, 40),
     name=st.text(st.characters(codec="utf-8"), max_size=20),
     dtype=st.sampled_from(["float32", "float64"]),
 )
 def test_a_row_is_what_the_rfcs_make_of_key_run_artifact_name_step(
-    step: int, offset: int, size: int, name: str, dtype: str
+    steps: list[int], offset: int, size: int, name: str, dtype: str
 ) -> None:
     """If a field left the derivation, or an offset inside a block were off by one, noise would repeat or shift."""
-    expected = reference_row(reference_words(step, offset, size, name, dtype))
-    found = source(name, dtype).row(step, offset, size)
-    assert found.dtype == dtype
-    assert found.shape == (size,)
-    # ndtri and AS 241 both claim about 1e-15; float32 rounds once.
-    rtol = 1e-14 if dtype == "float64" else 2.0**-23
-    np.testing.assert_allclose(found, expected, rtol=rtol, atol=1e-15)
+    size = min(size, LARGEST_ROW - offset)
+    made = source(name, dtype)
+    for step in steps:
+        is_near(row(made, step, offset, size, dtype), reference_row(step, offset, size, name, dtype))
 
 
-@pytest.mark.parametrize("offset", [0, 1, 5, 7, 8, 9, 63, 65])
-def test_raw_words_sit_at_fixed_positions_whatever_the_offset(offset: int, words: list[np.ndarray]) -> None:
-    """Element e uses bytes 8e .. 8e+7 of the keystream, bit for bit."""
-    source("w").row(3, offset, 50)
-    assert np.concatenate(words).tolist() == reference_words(3, offset, 50, "w")
+def test_a_long_row_is_what_the_rfcs_make_of_it_second_words_too(words: list[np.ndarray], second: list[int]) -> None:
+    """200,003 elements of float32: those with an outermost first word (6 expected) and both ends of a piece."""
+    found = row(source("w", "float32"), 7, 1001, 200_003, "float32")
+    assert {len(piece) for piece in words[:-1]} == {32768}
+    all_words = np.concatenate(words)
+    far = [at for at, word in enumerate(all_words.tolist()) if outermost(word, "float32")]
+    assert len(far) >= 3
+    for at in [*far, 0, 32767, 32768, 200_002]:
+        is_near(found[at : at + 1], reference_row(7, 1001 + at, 1, "w", "float32"))
+    # Beyond what one word resolves a value is rounded once, so within half a unit in the last place.
+    exact = np.array([reference_row(7, 1001 + at, 1, "w", "float32")[0] for at in far])
+    assert (np.abs(found[far] - exact) <= 0.5000001 * np.spacing(np.abs(found[far]))).all()
+    assert second == [second_words(7, 1001 + at, 1, "w", "float32")[0] for at in far]
 
 
-def test_the_last_block_of_the_longest_row_does_not_wrap_to_the_first(words: list[np.ndarray]) -> None:
-    """The block counter has 32 bits: beyond it, elements of one row would carry equal noise."""
-    source().row(0, LARGEST_ROW - 13, 13)
-    assert np.concatenate(words).tolist() == reference_words(0, LARGEST_ROW - 13, 13)
-    assert not set(np.concatenate(words).tolist()) & set(reference_words(0, 0, 16))
+# Elements of row 0 whose first word is in an outermost cell of float64: a search of 2^33 elements found them.
+FAR = (2_649_976_685, 2_948_322_075, 7_172_471_199)
 
 
-@pytest.mark.parametrize("block", [1, 3, 7, 8, 1000])
-def test_the_size_of_the_working_blocks_does_not_show(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A block size visible in the values would make a restart on another machine draw other noise."""
-    whole = source().row(2, 5, 101)
-    monkeypatch.setattr("mmfact.noise.source._BLOCK", block)
-    np.testing.assert_array_equal(source().row(2, 5, 101), whole)
+@pytest.mark.parametrize("element", FAR)
+def test_far_elements_of_float64_are_what_the_rfcs_make_of_them(element: int, second: list[int]) -> None:
+    """End to end, one element in 2^31: its neighbours keep one word, it has its second word of the other keystream."""
+    found = row(source(), 0, element - 2, 5)
+    is_near(found, reference_row(0, element - 2, 5))
+    assert abs(found[2]) > 6.23
+    assert second == second_words(0, element, 1)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("offset", [0, 1, 5, 7, 8, 9, 15, 16, 17, 63, 65])
+@pytest.mark.usefixtures("all_outermost")
+def test_words_sit_at_fixed_positions_whatever_the_offset(
+    offset: int, dtype: str, words: list[np.ndarray], second: list[int]
+) -> None:
+    """Element e uses bytes 4e .. 4e+3 or 8e .. 8e+7 of one keystream and 8e .. 8e+7 of the other, bit for bit."""
+    row(source("w", dtype), 3, offset, 50, dtype)
+    assert np.concatenate(words).tolist() == reference_words(3, offset, 50, "w", dtype)
+    assert second == second_words(3, offset, 50, "w", dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.usefixtures("all_outermost")
+def test_the_last_block_of_the_longest_row_does_not_wrap_to_the_first(
+    dtype: str, words: list[np.ndarray], second: list[int]
+) -> None:
+    """The block counter has 32 bits: beyond it, elements of one row would carry equal noise.
+
+    Float32's first words end at half of that; second words and float64's end with the counter.
+    """
+    row(source(dtype=dtype), 0, LARGEST_ROW - 13, 13, dtype)
+    assert np.concatenate(words).tolist() == reference_words(0, LARGEST_ROW - 13, 13, dtype=dtype)
+    assert second == second_words(0, LARGEST_ROW - 13, 13, dtype=dtype)
+    start = reference_words(0, 0, 16, dtype=dtype) + second_words(0, 0, 16, dtype=dtype)
+    assert not set(np.concatenate(words).tolist() + second) & set(start)
+    assert second_words(0, LARGEST_ROW - 8, 8, dtype=dtype) == list(
+        struct.unpack("<8Q", chacha20_block(subkeys(0, "", dtype)[1], 2**32 - 1, bytes(12)))
+    )
+
+
+@pytest.mark.parametrize(("dtype", "element"), [("float32", 31296), ("float64", FAR[-1])])
+@pytest.mark.parametrize("piece", [8, 24, 56, 64, 72, 1000])
+def test_the_size_of_the_working_pieces_does_not_show(
+    piece: int, dtype: str, element: int, words: list[np.ndarray], second: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bytes; a size visible in the values would make a restart on another machine draw other noise.
+
+    2,601 elements around one that has a second word, bit for bit.
+    """
+    whole = row(source(dtype=dtype), 0, element - 1300, 2601, dtype)
+    assert len(words) == 1
+    monkeypatch.setattr(noise_source, "_PIECE", piece)
+    pieces = row(source(dtype=dtype), 0, element - 1300, 2601, dtype)
+    assert len(words) == 1 + -(-2601 // (piece // whole.itemsize))
+    assert len(second) >= 2
+    assert whole.tobytes() == pieces.tobytes()
 
 
 @pytest.mark.parametrize("length", [0, 15, 17, 32])
