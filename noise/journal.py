@@ -11,11 +11,15 @@ describes the run; the others are
 A line is handed to the system before its row is issued, so that a killed process leaves a true journal. A machine that
 loses power can lose the last lines, but not the news that there were some: the first row after a commit, and every
 other kind of record, is written through to the disk (fsync) before anything else happens.
+
+The journal protects against crashes and mistakes, not against its owner: whoever puts back an older copy of journal and
+checkpoint together, or removes whole lines, can have rows issued again.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import hmac
 import json
 import os
@@ -46,12 +50,15 @@ class History:
     committed : int
         The latest step of which a checkpoint is known to be durable.
     intact : bool
-        Whether the last line is whole; otherwise more rows may have been issued than it says.
+        Whether every line since then is whole; otherwise more rows may have been issued than it says.
+    resumes : tuple of dict
+        Every restart of the run.
     """
 
     issued: int = 0
     committed: int = 0
     intact: bool = True
+    resumes: tuple[dict[str, Any], ...] = ()
 
     @property
     def clean(self) -> bool:
@@ -62,11 +69,13 @@ class History:
 class Journal:
     """An open journal; at most one in any process for one file."""
 
+    _handle = -1
+
     def __init__(self, path: Path, key: NoiseKey, handle: int) -> None:
+        self._process = os.getpid()
         self._path, self._key, self._handle = path, key, handle
-        self._length = 0
         self._run = b""
-        self._said = History()
+        self._marked = False  # whether the disk knows that rows were issued since the last commit
 
     @classmethod
     def create(cls, path: str | Path, key: NoiseKey, run: dict[str, Any]) -> Journal:
@@ -77,7 +86,7 @@ class Journal:
         StateError
             The file exists already, which is another run, or cannot be written.
         """
-        path = Path(path)
+        path = _path(path)
         try:
             journal = cls(path, key, os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600))
         except FileExistsError:
@@ -92,9 +101,11 @@ class Journal:
             journal._run = _canonical(run)
             journal._write({"version": JOURNAL_VERSION, **run}, durable=True)
             sync_directory(path.parent)
-        except BaseException:
+        except BaseException as error:
             journal.close()
             os.unlink(path)  # half a journal must not look like a run
+            if isinstance(error, OSError):
+                raise StateError(f"the journal {path} could not be made: {error.strerror}") from error
             raise
         return journal
 
@@ -107,7 +118,7 @@ class Journal:
         StateError
             It cannot be read, another stream has it open, or it belongs to another run or key.
         """
-        path = Path(path)
+        path = _path(path)
         try:
             journal = cls(path, key, os.open(path, os.O_RDWR | os.O_APPEND))
         except OSError as error:
@@ -118,19 +129,22 @@ class Journal:
             journal._lock()
             journal._run = _canonical(run)
             return journal, journal._read()
+        except OSError as error:
+            journal.close()
+            raise StateError(f"the journal {path} cannot be read: {error.strerror}") from error
         except BaseException:
             journal.close()
             raise
 
     def issue(self, step: int) -> None:
         """Rows before `step` may leave from now on."""
-        self._write({"issued": step}, durable=self._said.clean)
-        self._said = replace(self._said, issued=step)
+        self._write({"issued": step}, durable=not self._marked)
+        self._marked = True
 
     def commit(self, step: int) -> None:
         """A checkpoint of `step` is durable."""
+        self._marked = False  # before anything else, so that the next row is written through whatever happens here
         self._write({"committed": step}, durable=True)
-        self._said = replace(self._said, committed=step)
 
     def skip(self, step: int) -> None:
         """Steps before `step` will not be issued."""
@@ -139,12 +153,14 @@ class Journal:
     def resume(self, step: int, declared: str | None, reissued: int) -> None:
         """The run goes on from a checkpoint of `step`."""
         self._write({"resumed": step, "declared": declared, "reissued": reissued}, durable=True)
-        self._said = History(step, step)
 
     def close(self) -> None:
         """Let others open it."""
         if self._handle >= 0:
             handle, self._handle = self._handle, -1
+            if fcntl is not None and os.getpid() == self._process:
+                with contextlib.suppress(OSError):
+                    fcntl.flock(handle, fcntl.LOCK_UN)  # a forked child holds it as well
             os.close(handle)
 
     def __del__(self) -> None:
@@ -156,6 +172,10 @@ class Journal:
         try:
             fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
+            if error.errno not in (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES):
+                raise StateError(
+                    f"the journal {self._path} cannot be locked: {error.strerror}; put it on a file system with locks"
+                ) from error
             raise StateError(
                 f"the journal {self._path} is in use by another stream, here or in another process: two would "
                 "issue the same rows; close() that stream, or wait until its process has ended"
@@ -168,21 +188,28 @@ class Journal:
         text = _canonical(record)
         line = text + b"\t" + self._sign(text) + b"\n"
         try:
+            length = os.lseek(self._handle, 0, os.SEEK_END)  # asked, not remembered: an interruption could part them
+            if length and os.pread(self._handle, 1, length - 1) != b"\n":
+                line = b"\n" + line  # a torn line stays what it is
+        except OSError as error:
+            raise StateError(
+                f"the journal {self._path} cannot be read: {error.strerror}; nothing was issued"
+            ) from error
+        try:
             if os.write(self._handle, line) != len(line):
                 raise OSError(0, "no space left on the device")
             if durable:
                 os.fsync(self._handle)
         except OSError as error:
             with contextlib.suppress(OSError):  # a torn line is recognized when it is read
-                os.ftruncate(self._handle, self._length)
+                os.ftruncate(self._handle, length)
             raise StateError(
                 f"the journal {self._path} could not be written: {error.strerror}; nothing was issued. Make space and "
                 "call again"
             ) from error
-        self._length += len(line)
 
     def _read(self) -> History:
-        """All that the file says; a torn end is cut off, so that what follows stands on a line of its own."""
+        """All that the file says. It stays as it is: what is damaged must be seen again by the next attempt."""
         content = b""
         while piece := os.pread(self._handle, 1 << 20, len(content)):
             content += piece
@@ -197,22 +224,21 @@ class Journal:
             raise StateError(
                 f"the journal {self._path} has version {version!r}; this mmfact goes on with version {JOURNAL_VERSION}"
             )
-        said, length = History(), len(lines[0]) + 1
+        said = History()
         for line in lines[1:-1]:
             record = self._record(line)
             if record is None:
                 said = replace(said, intact=False)
-                break
-            length += len(line) + 1
-            if "resumed" in record:
-                said = History(record["resumed"], record["resumed"])
-            said = replace(
-                said, issued=record.get("issued", said.issued), committed=record.get("committed", said.committed)
-            )
-        os.ftruncate(self._handle, length)
-        self._length = length
-        self._said = replace(said, intact=said.intact and not lines[-1])
-        return self._said
+            elif "resumed" in record:
+                entry = {"step": record["resumed"], "declared": record["declared"], "reissued": record["reissued"]}
+                said = History(record["resumed"], record["resumed"], resumes=(*said.resumes, entry))
+            else:
+                said = replace(
+                    said,
+                    issued=max(said.issued, record.get("issued", 0)),
+                    committed=max(said.committed, record.get("committed", 0)),
+                )
+        return replace(said, intact=said.intact and not lines[-1])
 
     def _record(self, line: bytes) -> dict[str, Any] | None:
         """The record of a line, or None if the run's key did not sign it."""
@@ -229,3 +255,9 @@ class Journal:
 
 def _canonical(record: dict[str, Any]) -> bytes:
     return json.dumps(record, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+
+
+def _path(path: Any) -> Path:
+    if not isinstance(path, str | os.PathLike) or "\0" in os.fsdecode(path):
+        raise StateError(f"journal must be a path, not {path!r:.60}")
+    return Path(os.fsdecode(path))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from mmfact.factorize.errors import StateError
+from mmfact.store.publish import sync_directory
 
 KEY_BYTES = 32
 
@@ -49,6 +50,7 @@ class NoiseKey:
                     file.write(secret)
                     file.flush()
                     os.fsync(file.fileno())
+                sync_directory(Path(path).parent)
             except BaseException:
                 os.unlink(path)  # half a key must not look like one
                 raise

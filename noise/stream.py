@@ -137,6 +137,11 @@ class NoiseStream:
         self.key = key if key is not None else NoiseKey(secrets.token_bytes(32), recoverable=False)
         self.run = secrets.token_bytes(NONCE_BYTES) if run is None else run
         self._source = NoiseSource(self.key, self.run, artifact.digest, self.name, self.dtype)
+        if journal is not None and not self.key.recoverable:
+            raise StateError(
+                "this stream would make its own key, which dies with the process, and its journal could serve nobody; "
+                "pass key=NoiseKey.generate(path)"
+            )
         self._workers = Workers(_threads(threads))
         way = stepping(artifact, space)
         _check_memory(self.size, self.dtype, way.memory(self.dtype), self._workers.threads)
@@ -146,7 +151,7 @@ class NoiseStream:
         self._stepper = way.start(scale, self.size, self.dtype)
         self._lock = threading.Lock()
         self._place = (0, 0)  # (step, steps skipped), replaced as one so that no interruption can part them
-        self._saved: int | None = None  # the step of the latest state
+        self._saved: list[int] = []  # steps of states, from the last commit on, the latest last
         self._committed = 0
         self._resumes: list[dict[str, Any]] = []
         self._process = os.getpid()
@@ -247,27 +252,31 @@ class NoiseStream:
         Raises
         ------
         StateError
-            No state was saved yet; or the step lies before the last commit or after the last state.
+            No state was saved yet, or none of that step since the last commit.
         """
         self._check_use()
         with self._lock:
-            if self._saved is None:
+            if not self._saved:
                 raise StateError("there is nothing to commit: no state was saved; call state_dict() and write it first")
-            step = self._saved if step is None else _whole("step", step, 0)
-            if not self._committed <= step <= self._saved:
+            step = self._saved[-1] if step is None else _whole("step", step, 0)
+            if step not in self._saved:
                 raise StateError(
-                    f"step {step} cannot be committed: it lies before the last commit, {self._committed}, or after the "
-                    f"last saved state, {self._saved}"
+                    f"step {step} cannot be committed: no state of that step was saved since the last commit, of step "
+                    f"{self._committed}"
                 )
             if self._journal is not None:
                 self._journal.commit(step)
             self._committed = step
+            self._saved = [saved for saved in self._saved if saved >= step]
 
     def close(self) -> None:
         """End the stream and let go of its journal, so that the run can be restored elsewhere."""
-        self._closed = True
-        if self._journal is not None and os.getpid() == self._process:
-            self._journal.close()
+        if os.getpid() != self._process:
+            return  # a copy made by fork, whose lock another thread may have held
+        with self._lock:
+            self._closed = True
+            if self._journal is not None:
+                self._journal.close()
 
     def state_dict(self, *, buffers: bool = True) -> dict[str, Any]:
         """What `restore` needs besides the artifact and the key: plain values, and bytes; never the key.
@@ -306,7 +315,8 @@ class NoiseStream:
             if buffers:
                 self._stepper.catch_up(step, self._draw, self._workers)
                 state["buffers"] = seal(self.key, self.run, state["signature"], self._stepper.held)
-            self._saved = step
+            if step not in self._saved:
+                self._saved.append(step)
         return state
 
     @classmethod
@@ -396,9 +406,10 @@ class NoiseStream:
                 unseal(key, stream.run, state["signature"], state["buffers"], stream._stepper.held)
                 stream._stepper.start_at(step)
             # a state that can be restored is durable
-            stream._saved, stream._committed, stream._place = step, step, (step, skipped)
+            stream._saved, stream._committed, stream._place = [step], step, (step, skipped)
             resumed = {"step": step, "declared": resume, "reissued": reissued}
-            stream._resumes = [*copy.deepcopy(state["resumes"]), resumed]
+            earlier = state["resumes"] if opened is None else said.resumes
+            stream._resumes = [*copy.deepcopy(earlier), resumed]
             if opened is not None:
                 opened.resume(step, resume, reissued or 0)
                 stream._journal, opened = opened, None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import copy
 import errno
+import hashlib
 import json
 import os
 import pickle
@@ -50,8 +51,9 @@ def secret_key() -> NoiseKey:
 
 
 @pytest.fixture
-def secret_stream(stream: Any, secret_key: NoiseKey, rows_of: Any) -> NoiseStream:
-    made = stream(key=secret_key)
+def secret_stream(stream: Any, secret_key: NoiseKey, rows_of: Any, built: Any) -> NoiseStream:
+    """With buffers: 3 of 8 elements."""
+    made = stream(built("buffered", "float32").artifact, key=secret_key)
     rows_of(made, 2)
     return made
 
@@ -75,7 +77,39 @@ def test_nothing_that_is_printed_or_saved_holds_the_secret(secret_stream: NoiseS
             assert not leaks(f"{seen}")
         assert not leaks(pickle.dumps(made.state_dict()))
         assert not leaks(pickle.dumps(made.ledger()))
-        assert not leaks(json.dumps([made.state_dict(), made.ledger()]))
+        assert not leaks(json.dumps([made.state_dict(buffers=False), made.ledger()]))
+        boxes = made.state_dict()["buffers"]
+        assert len(boxes) == 1
+        assert not leaks(boxes[0])
+
+
+def test_no_file_or_state_holds_what_the_noise_is_made_of(
+    stream: Any, secret_key: NoiseKey, tmp_path: Path, built: Any
+) -> None:
+    """Neither key, nor the run's derived key, nor a row's subkeys, nor rows and buffers: each betrays the noise."""
+    artifact = built("buffered", "float32").artifact
+    made = stream(artifact, key=secret_key, journal=tmp_path / "journal")
+    secrets, seen = [SECRET], []
+    for _ in range(5):
+        row = made.next()
+        source = made._source
+        secrets += [source._pseudorandom_key, source._subkeys(made.step - 1)[:32], source._subkeys(made.step - 1)[32:]]
+        secrets += [row.tobytes(), *(part.tobytes() for part in made._stepper.held[0])]
+        state = made.state_dict()
+        made.commit()
+        seen += [pickle.dumps(state), pickle.dumps(made.ledger()), *state["buffers"]]
+        seen.append((tmp_path / "journal").read_bytes())
+    made.skip_to(7)
+    made.close()
+    again = NoiseStream.restore(artifact, state, key=secret_key, journal=tmp_path / "journal", resume="unpublished")
+    again.close()
+    assert not leaks(vars(again._journal))
+    seen += [(tmp_path / "journal").read_bytes(), repr(again).encode()]
+    assert b"resumed" in seen[-2]
+    assert {len(secret) for secret in secrets} == {32}  # a row and a buffer are 8 float32
+    secrets = [secret for secret in secrets if any(secret)]  # a buffer that is not yet used is zero
+    assert len(secrets) > 1 + 5 * 5
+    assert not any(leaks(text, secret) for text in seen for secret in secrets)
 
 
 def test_the_id_names_the_key_without_revealing_it(secret_key: NoiseKey) -> None:
@@ -95,6 +129,11 @@ def test_no_error_message_holds_the_secret(secret_stream: NoiseStream, secret_ke
     longer.write_bytes(SECRET + b"x")
     os.chmod(longer, 0o600)
     state, artifact = secret_stream.state_dict(), secret_stream.artifact
+    (box,) = state["buffers"]
+    boxes = [bytes(len(box))]
+    journal = tmp_path / "journal"
+    journaled = NoiseStream(artifact, 1, noise_multiplier=1, clip_norm=1, key=secret_key, journal=journal)
+    recorded = journaled.state_dict()
     attempts = [
         lambda: NoiseKey.from_file(path),
         lambda: NoiseKey.from_file(longer),
@@ -112,6 +151,11 @@ def test_no_error_message_holds_the_secret(secret_stream: NoiseStream, secret_ke
         lambda: secret_stream.next([]),
         lambda: NoiseStream(artifact, 1, noise_multiplier=0, clip_norm=1, key=secret_key),
         lambda: NoiseStream(artifact, 1, noise_multiplier=1, clip_norm=1, key=secret_key, run=SECRET),
+        lambda: NoiseStream.restore(artifact, {**state, "buffers": boxes}, key=secret_key, resume="unpublished"),
+        lambda: NoiseStream.restore(artifact, recorded, key=secret_key, resume="unpublished"),
+        lambda: NoiseStream.restore(artifact, recorded, key=secret_key, journal=journal),
+        lambda: NoiseStream.restore(artifact, recorded, key=secret_key, journal=path),
+        lambda: NoiseStream(artifact, 1, noise_multiplier=1, clip_norm=1, key=secret_key, journal=journal),
     ]
     for attempt in attempts:
         with pytest.raises(MmfactError) as caught:
@@ -237,3 +281,19 @@ def test_the_source_keeps_no_readable_key(secret_key: NoiseKey) -> None:
     """The source needs a key derived for its run, not the key that serves all runs."""
     source = NoiseSource(secret_key, bytes(16), "00" * 32, "w", np.dtype("float64"))
     assert not leaks(vars(source))
+
+
+@pytest.mark.parametrize("purpose", ["stream state", "journal"])
+def test_a_signature_is_bound_to_key_purpose_and_message(purpose: str, secret_key: NoiseKey) -> None:
+    """HMAC-SHA256 (RFC 2104, written out here) of 'mmfact ', purpose and message; one serves no other purpose."""
+    padded = SECRET.ljust(64, b"\0")
+    inner = hashlib.sha256(bytes(b ^ 0x36 for b in padded) + b"mmfact " + purpose.encode() + b"text").digest()
+    expected = hashlib.sha256(bytes(b ^ 0x5C for b in padded) + inner).hexdigest()
+    assert secret_key.sign(purpose, b"text") == expected
+    others = {
+        secret_key.sign("stream state" if purpose == "journal" else "journal", b"text"),
+        secret_key.sign(purpose, b"texu"),
+        NoiseKey.from_bytes(SECRET[::-1]).sign(purpose, b"text"),
+        secret_key.id,
+    }
+    assert expected not in others
