@@ -44,19 +44,21 @@ def buffered_iterates(
     for start in range(0, len(white), _CHUNK):
         count = min(_CHUNK, len(white) - start)
         _through_buffers(white[start : start + count], inverse, g, decay, q, buffers, first + start, total)
-        for a in range(len(state)):
-            row = fresh[a]
-            for e in range(count):
-                row[e] = gain[a] * total[e]
-            for b in range(len(state)):
-                before = state[b, first + start : first + start + count]
-                for e in range(count):
-                    row[e] += transition[a, b] * before[e]
-        for a in range(len(state)):
-            after = state[a, first + start : first + start + count]
-            for e in range(count):
-                after[e] = fresh[a, e]
+        _through_optimizer(total[:count], transition, gain, state, first + start, fresh)
         _store(fresh[len(state) - 1], scale, out[start : start + count])
+    done[block] += 1
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def iterates(
+    gradients: Row, transition: Row, gain: Row, state: Row, first: int, out: Row, done: Counts, block: int
+) -> None:
+    """x <- transition x + gain times the gradients; out = the last of x."""
+    fresh = np.empty((len(state), _CHUNK))
+    for start in range(0, len(gradients), _CHUNK):
+        row = gradients[start : start + _CHUNK]
+        _through_optimizer(row, transition, gain, state, first + start, fresh)
+        _store(fresh[len(state) - 1], 1.0, out[start : start + len(row)])
     done[block] += 1
 
 
@@ -139,6 +141,23 @@ def _through_buffers(
         buffer, fade, push = buffers[k, first : first + count], decay[k], q[k]
         for e in range(count):
             buffer[e] = fade * buffer[e] + push * total[e]
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def _through_optimizer(gradients: Row, transition: Row, gain: Row, state: Row, first: int, fresh: Row) -> None:
+    count = len(gradients)
+    for a in range(len(state)):
+        row = fresh[a]
+        for e in range(count):
+            row[e] = gain[a] * gradients[e]
+        for b in range(len(state)):
+            before = state[b, first : first + count]
+            for e in range(count):
+                row[e] += transition[a, b] * before[e]
+    for a in range(len(state)):
+        after = state[a, first : first + count]
+        for e in range(count):
+            after[e] = fresh[a, e]
 
 
 @njit(cache=True, nogil=True, error_model="numpy")

@@ -79,6 +79,8 @@ def stepping(artifact: Artifact, space: str) -> Stepping:
     if isinstance(strategy, BandedLowRankStrategy) and (space == "iterate" or workload.structured):
         way = _by_band(strategy, artifact.participation)
         return way if space == "iterate" else _differenced(way, strategy, workload)
+    if isinstance(strategy, DenseStrategy) and space == "iterate" and workload.structured:
+        return _by_rows_optimized(strategy, artifact)
     if isinstance(strategy, DenseStrategy | BufferedStrategy | BandedLowRankStrategy):
         return _by_rows(artifact, space)
     raise StateError(f"a strategy of kind {strategy.kind} has no recursion that could be streamed")
@@ -88,7 +90,7 @@ def _by_rows(artifact: Artifact, space: str) -> Stepping:
     """Without a recursion: rows of C^-1, or of A C^-1."""
     strategy = artifact.strategy
     dense = strategy if isinstance(strategy, DenseStrategy) else DenseStrategy.from_matrix(strategy.to_dense())
-    streaming = dense.streaming(artifact.participation, artifact.workload.dense() if space == "iterate" else None)
+    streaming = dense.streaming(artifact.participation, artifact.workload.matrix if space == "iterate" else None)
     rows = streaming.rows
     return Stepping(
         sensitivity=streaming.sensitivity,
@@ -98,6 +100,22 @@ def _by_rows(artifact: Artifact, space: str) -> Stepping:
         amplification=0.0,
         memory=lambda dtype: 0,
         start=lambda scale, size, dtype: DenseStepper(rows * scale, size, dtype),
+    )
+
+
+def _by_rows_optimized(strategy: DenseStrategy, artifact: Artifact) -> Stepping:
+    """Iterate-space rows: the optimizer run over the rows of C^-1, which is post-processing."""
+    streaming = strategy.streaming(artifact.participation)
+    transition, gain = artifact.workload.state_space()
+    _, max_error = strategy.errors(artifact.workload, artifact.participation)
+    return Stepping(
+        sensitivity=streaming.sensitivity,
+        smallest=float(np.abs(np.diag(streaming.rows)).min() * np.abs(gain[:, -1]).min()),
+        largest=max_error / streaming.sensitivity,
+        largest_buffer=0.0,
+        amplification=0.0,
+        memory=lambda dtype: 8 * gain.shape[1],
+        start=lambda scale, size, dtype: DenseOptimizerStepper(streaming.rows * scale, transition, gain, size, dtype),
     )
 
 
@@ -194,8 +212,15 @@ class Stepper(ABC):
         """Go on from `step`: `held` has been filled with what was kept before it."""
         self.done[:] = step
 
+    @abstractmethod
     def _advance(self, block: int, first: int, to: int, draw: Draw, out: Row) -> None:
         """Take the steps up to `to` with one block; its row of the last of them goes into `out`."""
+
+
+class RecursiveStepper(Stepper):
+    """Each step needs its own white row only, and what is held."""
+
+    def _advance(self, block: int, first: int, to: int, draw: Draw, out: Row) -> None:
         white = np.empty(len(out), self._dtype)
         for step in range(int(self.done[block]), to):
             draw(step, first, white)
@@ -206,7 +231,7 @@ class Stepper(ABC):
         """One step of one block: one native call that also counts it."""
 
 
-class BufferedStepper(Stepper):
+class BufferedStepper(RecursiveStepper):
     """The recursion of the buffered strategy: buffers in the stream's precision."""
 
     def __init__(self, strategy: BufferedStrategy, scale: float, size: int, dtype: np.dtype[Any]) -> None:
@@ -244,7 +269,7 @@ class OptimizerStepper(BufferedStepper):
         )  # fmt: skip
 
 
-class BandedStepper(Stepper):
+class BandedStepper(RecursiveStepper):
     """Iterate-space rows of a banded + low-rank decoder: a ring of white rows and one sum for each rank.
 
     The sums are float64: `DifferenceStepper` would show what a shorter format rounds away.
@@ -296,20 +321,41 @@ class DenseStepper(Stepper):
         self._history = np.empty((min(len(rows), HISTORY_BYTES // (size * dtype.itemsize)), size), dtype)
         self._kept = np.zeros(len(self.done), np.int64)  # white rows in the history, for each block
 
-    def _advance(self, block: int, first: int, to: int, draw: Draw, out: Row) -> None:
-        white, total, weights = np.empty((1, len(out)), self._dtype), np.zeros(len(out)), self._rows[to - 1]
-        kept = min(int(self._kept[block]), to)
-        kernels.accumulate(weights[:kept], self._history, first, total)
-        for past in range(kept, to):
-            draw(past, first, white[0])
-            if past < len(self._history):
-                kernels.keep(white[0], self._history[past, first : first + len(out)], self._kept, block)
-            kernels.accumulate(weights[past : past + 1], white, 0, total)
-        kernels.finish(total, out, self.done, block, to)
-
     def catch_up(self, step: int, draw: Draw, workers: Workers) -> None:
         """Nothing is carried from step to step."""
         self.start_at(step)
 
-    def _take(self, step: int, block: int, first: int, white: Row, out: Row) -> None:
-        raise NotImplementedError  # the whole of `_advance` is its own
+    def _advance(self, block: int, first: int, to: int, draw: Draw, out: Row) -> None:
+        kernels.finish(self._sum(block, first, to - 1, draw, len(out)), out, self.done, block, to)
+
+    def _sum(self, block: int, first: int, step: int, draw: Draw, count: int) -> Array:
+        """Row `step` of one block, in float64."""
+        white, total, weights = np.empty((1, count), self._dtype), np.zeros(count), self._rows[step]
+        kept = min(int(self._kept[block]), step + 1)
+        kernels.accumulate(weights[:kept], self._history, first, total)
+        for past in range(kept, step + 1):
+            draw(past, first, white[0])
+            if past < len(self._history):
+                kernels.keep(white[0], self._history[past, first : first + count], self._kept, block)
+            kernels.accumulate(weights[past : past + 1], white, 0, total)
+        return total
+
+
+class DenseOptimizerStepper(DenseStepper):
+    """Its iterate-space rows: the optimizer run over them, its state in float64."""
+
+    def __init__(self, rows: Array, transition: Array, gain: Array, size: int, dtype: np.dtype[Any]) -> None:
+        super().__init__(rows, size, dtype)
+        self._transition, self._gain = transition, gain
+        self._state = np.zeros((gain.shape[1], size))
+        self.held = (self._state,)
+
+    def catch_up(self, step: int, draw: Draw, workers: Workers) -> None:
+        Stepper.catch_up(self, step, draw, workers)
+
+    def _advance(self, block: int, first: int, to: int, draw: Draw, out: Row) -> None:
+        for step in range(int(self.done[block]), to):
+            gradients = self._sum(block, first, step, draw, len(out))
+            kernels.iterates(
+                gradients, self._transition[step], self._gain[step], self._state, first, out, self.done, block
+            )

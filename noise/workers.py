@@ -46,13 +46,20 @@ class Workers:
 
         self._busy = [allocate_lock() for _ in range(min(self.threads, blocks) - 1)]
         try:
-            with contextlib.suppress(RuntimeError):  # no more threads to be had: fewer will do
-                for busy in self._busy:
-                    start_new_thread(help_out, (busy,))
-            while left:
-                with contextlib.suppress(IndexError):  # a helper was quicker
-                    work(left.popleft())
-        finally:
+            try:
+                with contextlib.suppress(RuntimeError):  # no more threads to be had: fewer will do
+                    for busy in self._busy:
+                        start_new_thread(help_out, (busy,))
+                while True:
+                    try:
+                        block = left.popleft()
+                    except IndexError:
+                        break
+                    work(block)
+            finally:
+                left.clear()
+                self._wait()
+        finally:  # once more: the first may have been interrupted
             left.clear()
             self._wait()
         if failures:

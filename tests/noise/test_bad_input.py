@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import re
 import tracemalloc
 from typing import Any
 
@@ -9,6 +11,7 @@ import numpy as np
 import pytest
 
 from mmfact.factorize.errors import CapacityError, PrivacyError, StateError
+from mmfact.noise import NoiseKey, NoiseStream
 from mmfact.noise.source import LARGEST_ROW
 
 
@@ -208,7 +211,140 @@ def test_a_name_is_text(name: Any, stream: Any) -> None:
 
 def test_options_are_given_by_name(case: Any, key: Any) -> None:
     """stream(artifact, size, 1.0, 0.5) would leave open which is sigma."""
-    from mmfact.noise import NoiseStream
-
     with pytest.raises(TypeError):
         NoiseStream(case("momentum").artifact, 8, 1.0, 0.5, key)  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("threads", [0, -1, 1.5, 2.0, True, False, "2", b"2", [2], float("nan"), 65, 10**30], ids=repr)
+def test_threads_are_a_whole_number_from_1_to_64(threads: Any, stream: Any) -> None:
+    """A typing error must neither start a thousand threads nor none; the message names the value."""
+    with pytest.raises(StateError, match=f"threads = {re.escape(repr(threads))}"):
+        stream(threads=threads)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 64, np.int64(3), None])
+def test_any_number_of_threads_up_to_64_will_do(threads: Any, stream: Any) -> None:
+    """More than there are blocks, or cores, too; None is as good as leaving it out."""
+    made = stream(threads=threads)
+    assert type(made.threads) is int
+    assert made.threads == (threads if threads is not None else stream().threads)
+    assert np.isfinite(made.next()).all()
+
+
+PUBLIC = (
+    "artifact",
+    "clip_norm",
+    "dtype",
+    "horizon",
+    "key",
+    "name",
+    "noise_multiplier",
+    "offset",
+    "run",
+    "sensitivity",
+    "size",
+    "space",
+    "step",
+    "threads",
+    "total",
+)
+
+
+def test_the_list_of_attributes_is_complete(stream: Any) -> None:
+    """What the next test tries to set is all that a stream shows."""
+    made = stream()
+    shown = {name for name in dir(made) if not name.startswith("_") and not callable(getattr(made, name))}
+    assert shown == set(PUBLIC)
+
+
+@pytest.mark.parametrize("attribute", PUBLIC)
+@pytest.mark.parametrize("restored", [False, True])
+def test_an_attribute_of_a_running_stream_is_latched(
+    attribute: str, restored: bool, stream: Any, rows_of: Any, key: NoiseKey
+) -> None:
+    """The trap: sigma changed in the middle of a run, and an accountant that goes on with the first one.
+
+    Whatever is set, its own value too, is refused with that name; neither the record nor the rows change.
+    """
+    rows, made = rows_of(stream(run=bytes(16))), stream(run=bytes(16))
+    rows_of(made, 3)
+    if restored:
+        made = NoiseStream.restore(made.artifact, made.state_dict(), key=key, resume="unpublished")
+    before, ledger = getattr(made, attribute), made.ledger()
+    for value in (before, 5, 2.6, "iterate", None):
+        with pytest.raises(StateError, match=f"{attribute} of a running stream"):
+            setattr(made, attribute, value)
+        assert getattr(made, attribute) is before or getattr(made, attribute) == before
+    assert made.ledger() == ledger
+    np.testing.assert_array_equal(rows_of(made), rows[3:])
+
+
+def test_a_new_attribute_is_refused(stream: Any) -> None:
+    """`stream.noise_multiplyer = 2.6` must not look as if it had done something."""
+    made = stream()
+    with pytest.raises(StateError, match="running stream"):
+        made.noise_multiplyer = 2.6
+    assert not hasattr(made, "noise_multiplyer")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda out: out.astype("float64" if out.dtype == np.float32 else "float32"),
+        lambda out: out.astype("float16"),
+        lambda out: out.view("int32" if out.dtype == np.float32 else "int64"),
+        lambda out: out.view(out.dtype.newbyteorder()),
+        lambda out: out.astype(complex),
+        lambda out: out.astype(object),
+        lambda out: out[:-1].copy(),
+        lambda out: out.reshape(2, 15),
+        lambda out: out[None],
+        lambda out: np.repeat(out, 2)[::2],
+        lambda out: out[::-1],
+        lambda out: np.broadcast_to(out[:1], 30),
+        lambda out: np.frombuffer(bytes(out.nbytes), out.dtype),
+        lambda out: out.tolist(),
+        lambda out: memoryview(out),
+        lambda out: np.ma.masked_array(out, out > 0)[::2],
+    ],
+)
+def test_an_out_of_several_blocks_that_does_not_fit_is_left_alone(
+    dtype: str, spoil: Any, stream: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Type, byte order, shape, layout, memory that must not be written: refused before any block, and no step spent."""
+    monkeypatch.setattr("mmfact.noise.stepping.BLOCK", 7)
+    made, reference = (stream(size=30, dtype=dtype, run=bytes(16), threads=2) for _ in range(2))
+    out = np.arange(30).astype(dtype)
+    spoiled = spoil(out)
+    before = copy.deepcopy(spoiled) if not isinstance(spoiled, memoryview) else None
+    with pytest.raises(StateError, match=r"out must be a writeable contiguous .*shape \(30,\)"):
+        made.next(spoiled)
+    if before is not None:
+        np.testing.assert_array_equal(spoiled, before)
+    np.testing.assert_array_equal(out, np.arange(30))
+    assert made.step == 0
+    np.testing.assert_array_equal(made.next(out), reference.next())
+
+
+@pytest.mark.parametrize("place", ["slice of a vector", "row of a matrix", "unaligned bytes", "memory map"])
+def test_an_out_that_is_part_of_something_larger(place: str, stream: Any, tmp_path: Any) -> None:
+    """A flat view of a trainer's buffers is served, wherever it lies, and nothing beside it is touched."""
+    made, reference = stream(size=30, run=bytes(16)), stream(size=30, run=bytes(16)).next()
+    if place == "slice of a vector":
+        whole = np.zeros(40, np.float32)
+        out = whole[3:33]
+    elif place == "row of a matrix":
+        whole = np.zeros((3, 30), np.float32)
+        out = whole[1]
+    elif place == "unaligned bytes":
+        whole = np.zeros(41 * 4, np.uint8)
+        out = whole[1:121].view(np.float32)
+        assert not out.flags.aligned
+    else:
+        whole = np.memmap(tmp_path / "out", np.float32, "w+", shape=40)
+        out = whole[:30]
+    made.next(out)
+    np.testing.assert_array_equal(out, reference)
+    out[:] = 0
+    assert not whole.any()

@@ -119,8 +119,10 @@ def test_rows_are_exactly_the_strategy_times_white_rows(
     subject = case(name, dtype=dtype)
     made = stream(subject.artifact, 200, space=space, dtype=dtype, name="w", offset=3, total=500)
     source = NoiseSource(key, made.run, subject.artifact.digest, "w", np.dtype(dtype))
-    Z = np.array([source.row(t, 3, 200) for t in range(16)]).astype(np.float64)
-    expected = noise_matrix(subject, space, made.sensitivity) @ Z
+    Z = np.empty((16, 200), dtype)
+    for t, row in enumerate(Z):
+        source.fill(t, 3, row)
+    expected = noise_matrix(subject, space, made.sensitivity) @ Z.astype(np.float64)
     rows = rows_of(made)
     assert rows.dtype == dtype
     tolerance = 1e-12 if dtype == "float64" else 2.0**-23

@@ -1,4 +1,4 @@
-"""Steps: each row once, none past the horizon, none lost to an error that the caller can mend."""
+"""Steps: each row once, none past the horizon, none lost to an error that the caller can mend beforehand."""
 
 from __future__ import annotations
 
@@ -136,10 +136,13 @@ def test_an_out_that_does_not_fit_is_refused_and_costs_no_step(dtype: str, strea
 
 @pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt, RuntimeError])
 @pytest.mark.parametrize("at", [0, 1, 3])
-def test_a_failure_while_drawing_costs_no_step(
+def test_a_failure_while_drawing_costs_that_row_only(
     error: type[BaseException], at: int, stream: Any, rows_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ctrl-C or no memory in the middle of a row: the next call gives that very row, and the rest is undisturbed."""
+    """Ctrl-C or no memory in the middle of a row: its step is spent, so that no part comes twice; the rest is right.
+
+    The ledger counts it as issued, since it may have been seen.
+    """
     whole, made = rows_of(stream(run=bytes(16))), stream(run=bytes(16))
     rows_of(made, at)
 
@@ -147,11 +150,11 @@ def test_a_failure_while_drawing_costs_no_step(
         raise error
 
     with monkeypatch.context() as patch:
-        patch.setattr(NoiseSource, "row", fail)
+        patch.setattr(NoiseSource, "fill", fail)
         with pytest.raises(error):
             made.next()
-    assert made.step == at
-    np.testing.assert_array_equal(rows_of(made), whole[at:])
+    assert made.step == made.ledger()["issued"] == at + 1
+    np.testing.assert_array_equal(rows_of(made), whole[at + 1 :])
 
 
 def test_rows_do_not_alias_each_other_or_the_state(stream: Any, rows_of: Any) -> None:
@@ -188,36 +191,67 @@ def test_white_rows_are_kept_up_to_the_limit(
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.parametrize("issued", [0, 5])
-def test_a_forked_child_issues_nothing(issued: int, stream: Any, rows_of: Any) -> None:
-    """A data loader that forks with the stream inside would issue its rows a second time."""
-    whole, made = rows_of(stream(run=bytes(16))), stream(run=bytes(16))
+@pytest.mark.parametrize("call", ["next", "skip_to", "commit", "state_dict"])
+def test_a_forked_child_issues_nothing(issued: int, call: str, stream: Any, rows_of: Any, tmp_path: Any) -> None:
+    """A data loader that forks with the stream inside would issue its rows a second time, or vouch for what it lacks.
+
+    Refused before anything else, an exhausted horizon for one; and its end, or close() there, ends nothing here.
+    """
+    whole, made = rows_of(stream(run=bytes(16))), stream(run=bytes(16), journal=tmp_path / "journal")
     rows_of(made, issued)
+    made.state_dict()
     child = os.fork()
     if child == 0:
         code = 1
         try:
-            made.next()
+            getattr(made, call)(*([16] if call == "skip_to" else []))
         except StateError as error:
             code = 0 if "fork" in str(error) else 2
         except BaseException:
             code = 3
         finally:
+            made.close()
             os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     np.testing.assert_array_equal(rows_of(made), whole[issued:])
+    made.state_dict()
+    made.commit()
+    assert made.ledger()["committed"] == 16
+
+
+def test_a_closed_stream_does_nothing_more(stream: Any, rows_of: Any, key: NoiseKey, tmp_path: Any) -> None:
+    """Its run may go on in another stream: a row from both would be issued twice. Its record can still be read."""
+    path = tmp_path / "journal"
+    made = stream(run=bytes(16), journal=path)
+    rows = rows_of(stream(run=bytes(16)))
+    rows_of(made, 3)
+    state = made.state_dict()
+    made.commit()
+    ledger = made.ledger()
+    out = np.full(8, 7, np.float32)
+    for _ in range(2):
+        made.close()
+        for refused in (made.next, lambda: made.next(out), lambda: made.skip_to(5), made.commit, made.state_dict):
+            with pytest.raises(StateError, match="closed"):
+                refused()
+        assert (out == 7).all()
+        assert made.step == 3
+        assert made.ledger() == ledger
+    again = NoiseStream.restore(made.artifact, state, key=key, journal=path)
+    np.testing.assert_array_equal(rows_of(again), rows[3:])
 
 
 def test_two_threads_never_get_the_same_row(stream: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both threads meet inside next(), if it lets them: they must get different rows, or one an error."""
     made, meeting, rows = stream(), threading.Barrier(2), []
-    real = NoiseSource.row
+    real = NoiseSource.fill
 
-    def meet(self: NoiseSource, *args: int) -> np.ndarray:
+    def meet(self: NoiseSource, *given: Any) -> None:
         with contextlib.suppress(threading.BrokenBarrierError):
             meeting.wait(timeout=1)
-        return real(self, *args)
+        real(self, *given)
 
-    monkeypatch.setattr(NoiseSource, "row", meet)
+    monkeypatch.setattr(NoiseSource, "fill", meet)
 
     def work() -> None:
         with contextlib.suppress(MmfactError):

@@ -48,7 +48,15 @@ stream = make()
 stream.next(), stream.next()
 attempts = [stream.next, stream.state_dict, lambda: pickle.dumps(stream), lambda: stream.skip_to(0)]
 attempts += [lambda: make(noise_multiplier=0), lambda: make(dtype="float16"), lambda: make(run=b"")]
-attempts += [lambda: make().next(np.zeros(3)), lambda: NoiseKey.from_bytes(b"")]
+attempts += [lambda: make().next(np.zeros(3)), lambda: NoiseKey.from_bytes(b""), lambda: make(threads=0)]
+attempts += [lambda: setattr(stream, "noise_multiplier", 0.1), stream.commit]
+closed = make(key=NoiseKey.ephemeral())
+state = closed.state_dict()
+closed.close()
+attempts += [closed.next, lambda: NoiseStream.restore(artifact, state, key=closed.key)]
+attempts += [
+    lambda: NoiseStream.restore(artifact, {**state, "clip_norm": 0.1}, key=closed.key, resume="unpublished"),
+]
 refused = 0
 for attempt in attempts:
     try:

@@ -15,24 +15,29 @@ from mmfact.noise.source import LARGEST_ROW
 TOTAL = 150
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=50)
 @given(
     cuts=st.sets(st.integers(1, TOTAL - 1), max_size=6),
     space=st.sampled_from(["gradient", "iterate"]),
     dtype=st.sampled_from(["float32", "float64"]),
+    blocks=st.lists(st.integers(1, TOTAL + 1), min_size=7, max_size=7),
 )
 def test_any_split_equals_the_whole(
-    cuts: set[int], space: str, dtype: str, case: Any, stream: Any, rows_of: Any
+    cuts: set[int], space: str, dtype: str, blocks: list[int], case: Any, stream: Any, rows_of: Any
 ) -> None:
-    """Sharded trainers (FSDP) draw their own elements only; the noise must be that of one machine, odd offsets too."""
+    """Sharded trainers (FSDP) draw their own elements only; the noise must be that of one machine, odd offsets too.
+
+    Each machine with blocks and threads of its own.
+    """
     artifact = case("momentum", n=4).artifact
     whole = stream(artifact, TOTAL, space=space, dtype=dtype)
-    edges = [0, *sorted(cuts), TOTAL]
-    shards = [
-        stream(artifact, b - a, offset=a, total=TOTAL, run=whole.run, space=space, dtype=dtype)
-        for a, b in itertools.pairwise(edges)
-    ]
-    np.testing.assert_array_equal(np.concatenate([rows_of(shard) for shard in shards], axis=1), rows_of(whole))
+    edges, rows = [0, *sorted(cuts), TOTAL], []
+    for (a, b), block in zip(itertools.pairwise(edges), blocks, strict=False):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("mmfact.noise.stepping.BLOCK", block)
+            options = {"run": whole.run, "space": space, "dtype": dtype, "threads": 1 + block % 4}
+            rows.append(rows_of(stream(artifact, b - a, offset=a, total=TOTAL, **options)))
+    np.testing.assert_array_equal(np.concatenate(rows, axis=1), rows_of(whole))
 
 
 @pytest.mark.parametrize("offset", [1, 3, 7, 9, 15, 2**16 - 1, 2**16 + 1])
