@@ -195,7 +195,7 @@ class NoiseStream:
             `out` does not fit, the journal cannot be written, the stream is closed or was copied by a fork; the step is
             not spent.
         """
-        self._check_use()
+        self._check_process()
         if out is None:
             out = np.empty(self.size, self.dtype)
         elif not (
@@ -210,6 +210,7 @@ class NoiseStream:
                 f"{getattr(out, 'dtype', type(out).__name__)} of shape {getattr(out, 'shape', None)}"
             )
         with self._lock:  # two threads must not enter the same step
+            self._check_open()
             step, skipped = self._place
             if step >= self.horizon:
                 raise HorizonError(
@@ -227,8 +228,9 @@ class NoiseStream:
         step = _whole("step", step, 0)
         if step > self.horizon:
             raise HorizonError(f"step {step} is past the horizon of {self.horizon} steps")
-        self._check_use()
+        self._check_process()
         with self._lock:
+            self._check_open()
             current, skipped = self._place
             if step < current:
                 raise StateError(
@@ -254,8 +256,9 @@ class NoiseStream:
         StateError
             No state was saved yet, or none of that step since the last commit.
         """
-        self._check_use()
+        self._check_process()
         with self._lock:
+            self._check_open()
             if not self._saved:
                 raise StateError("there is nothing to commit: no state was saved; call state_dict() and write it first")
             step = self._saved[-1] if step is None else _whole("step", step, 0)
@@ -299,8 +302,9 @@ class NoiseStream:
                 "this stream made its own key, which is lost with the process, so a saved state could not go on; pass "
                 "key=NoiseKey.generate(path), or key=NoiseKey.ephemeral() if the state need not outlive the process"
             )
-        self._check_use()
+        self._check_process()
         with self._lock:
+            self._check_open()
             step, skipped = self._place
             state = {
                 "version": STATE_VERSION,
@@ -466,12 +470,14 @@ class NoiseStream:
             "clip_norm": self.clip_norm,
         }
 
-    def _check_use(self) -> None:
+    def _check_process(self) -> None:
         if os.getpid() != self._process:
             raise StateError(
                 "this stream was copied into another process by fork, which would issue its rows twice; make one "
                 "stream in each process, under its own name or as shards of one vector"
             )
+
+    def _check_open(self) -> None:
         if self._closed:
             raise StateError("this stream was closed; restore it from its state to go on")
 

@@ -708,7 +708,7 @@ def held_by(make: Callable[[], NoiseStream]) -> tuple[NoiseStream, int]:
         tracemalloc.stop()
 
 
-@recursive
+@strategies
 @both_spaces
 @both_dtypes
 @pytest.mark.parametrize("threads", [1, 4])
@@ -725,8 +725,9 @@ def test_what_the_memory_check_counts_is_what_is_held(
 
     Momentum with iterate EMA (three states, three inverse bands). 128 KiB are allowed for what is neither counted nor
     grows with the size; what is counted for a thread's block, 28 bytes an element at the most, need not all be used at
-    the same time.
+    the same time. White rows that the dense strategy keeps while there is room are left out.
     """
+    monkeypatch.setattr("mmfact.noise.stepping.HISTORY_BYTES", 0)
     artifact, size = built(strategy, "float32", "wide").artifact, 500_000
     options = {"space": space, "dtype": dtype, "threads": threads}
     stream(artifact, 8, **options).next()
