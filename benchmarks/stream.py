@@ -52,7 +52,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -62,9 +61,9 @@ from numba import get_num_threads, njit, prange, set_num_threads
 from mmfact.factorize import machine
 from mmfact.factorize.compiler import Options, compile
 from mmfact.factorize.workload import prefix_sum
+from mmfact.noise import source
 from mmfact.noise.key import NoiseKey
 from mmfact.noise.normal import normals
-from mmfact.noise.source import _keystream
 from mmfact.noise.stepping import stepping
 from mmfact.noise.stream import NoiseStream
 from mmfact.noise.workers import Workers
@@ -227,11 +226,9 @@ def numpy_entries(d: int, threads: int, out: Array) -> dict[str, Call]:
 
 
 def in_parts(calls: list[Call]) -> Call:
-    """All of the calls at once, each on a thread of its own."""
-    if len(calls) == 1:
-        return calls[0]
-    pool = ThreadPoolExecutor(len(calls))
-    return lambda: [done.result() for done in [pool.submit(call) for call in calls]]
+    """All of the calls at once, each on a thread of its own, as our own blocks are."""
+    workers = Workers(len(calls))
+    return calls[0] if len(calls) == 1 else lambda: workers.run(lambda k: calls[k](), len(calls))
 
 
 def jax_entries(d: int, *, rival: bool = True) -> dict[str, Call]:
@@ -299,7 +296,7 @@ def limit_entries(d: int, threads: int, strategies: Any) -> dict[str, Call]:
 
     def keystream(k: int) -> None:
         for first in range(0, parts[k], PIECE):
-            _keystream(bytes(32), 4 * first, 4 * min(PIECE, parts[k] - first))
+            source.keystream(bytes(32), 4 * first, 4 * min(PIECE, parts[k] - first))
 
     def normal(k: int) -> None:
         for first in range(0, parts[k], PIECE):

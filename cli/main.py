@@ -351,7 +351,7 @@ def selftest_command(ref: str, store: str, as_json: bool) -> None:
     """Stream an artifact to its horizon on this machine and test what comes out, in less than a minute.
 
     \b
-    About 3e7 values: their covariance between steps and between elements, their distribution, and that
+    Up to 3e7 values: their covariance between steps and between elements, their distribution, and that
     threads, shards and restarts give the same bits. A right runtime fails with probability 1e-6.
     Exit code 0: everything is as it should be. 1: something is not.
     Example: mmfact selftest momentum-n2048

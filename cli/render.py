@@ -285,7 +285,7 @@ def selftest_as_dict(ref: str, artifact: Artifact, result: Selftest) -> dict[str
         "steps": result.steps,
         "elements": result.elements,
         "false_alarm": result.false_alarm,
-        "checks": [asdict(check) for check in result.checks],
+        "checks": [{name: _finite(value) for name, value in asdict(check).items()} for check in result.checks],
     }
 
 

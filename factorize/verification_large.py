@@ -107,7 +107,7 @@ def figures(workload: Workload, strategy: StateSpace) -> Figures:
     c, g, decay, q = _arrays(strategy)
     unit, rates, coupled, decoupled = _optimizer(workload)
     rows = _error_energies(c, g, decay, q, rates, workload.beta, coupled, decoupled, workload.ema)
-    columns = _column_energies(c, g, decay, q)
+    columns = column_energies(c, g, decay, q)
     return Figures(
         sensitivity=math.sqrt(float(columns.max())),
         squared_error=float(rows.sum()) * unit * unit,
@@ -260,7 +260,7 @@ def _error_energies(
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
-def _column_energies(c: npt.NDArray[Any], g: npt.NDArray[Any], decay: npt.NDArray[Any], q: npt.NDArray[Any]) -> Array:
+def column_energies(c: npt.NDArray[Any], g: npt.NDArray[Any], decay: npt.NDArray[Any], q: npt.NDArray[Any]) -> Array:
     """norm2(C[:, j])^2 = c_j^2 + q_j' O_(j+1) q_j, with O_j = diag(decay_j) O_(j+1) diag(decay_j) + g_j g_j'.
 
     O = F diag(d) F'.

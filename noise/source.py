@@ -61,9 +61,9 @@ class NoiseSource:
         width = self._word.itemsize
         for start in range(0, len(out), _PIECE // width):
             piece = out[start : start + _PIECE // width]
-            words = _keystream(subkeys[:32], width * (first + start), width * len(piece)).view(self._word)
+            words = keystream(subkeys[:32], width * (first + start), width * len(piece)).view(self._word)
             for at in normals(words, piece):
-                second = _keystream(subkeys[32:], 8 * (first + start + at), 8).view("<u8")
+                second = keystream(subkeys[32:], 8 * (first + start + at), 8).view("<u8")
                 piece[at] = refine(int(words[at]), int(second[0]), 8 * width)
 
     def _subkeys(self, step: int) -> bytes:
@@ -78,7 +78,7 @@ class NoiseSource:
 _ZEROS = np.zeros(_PIECE, np.uint8)
 
 
-def _keystream(subkey: bytes, start: int, count: int) -> npt.NDArray[np.uint8]:
+def keystream(subkey: bytes, start: int, count: int) -> npt.NDArray[np.uint8]:
     """Bytes start, start + 1, ... of the keystream."""
     block, lead = divmod(start, _BLOCK_BYTES)
     stream = Cipher(algorithms.ChaCha20(subkey, block.to_bytes(4, "little") + bytes(12)), mode=None).encryptor()

@@ -8,6 +8,7 @@ that was left behind catches up at the next row. Steppers only go forward.
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -70,8 +71,20 @@ class Stepping:
     start: Callable[[float, int, np.dtype[Any]], Stepper]
 
 
+# A model has many tensors, each with a stream of one artifact: what is computed from its coefficients, which cannot
+# change, is computed once.
+_known: weakref.WeakKeyDictionary[Artifact, dict[str, Stepping]] = weakref.WeakKeyDictionary()
+
+
 def stepping(artifact: Artifact, space: str) -> Stepping:
     """How to stream `artifact` in `space`: with its strategy's own recursion wherever there is one."""
+    known = _known.setdefault(artifact, {})
+    if space not in known:
+        known[space] = _stepping(artifact, space)
+    return known[space]
+
+
+def _stepping(artifact: Artifact, space: str) -> Stepping:
     workload, strategy = artifact.workload, artifact.strategy
     if isinstance(strategy, BufferedStrategy) and (space == "gradient" or workload.structured):
         way = _by_buffers(strategy, artifact.participation)
@@ -97,7 +110,7 @@ def _by_rows(artifact: Artifact, space: str) -> Stepping:
         smallest=float(np.abs(np.diag(rows)).min()),
         largest=float(np.sqrt(np.einsum("ij,ij->i", rows, rows).max())),
         largest_buffer=0.0,
-        amplification=0.0,
+        amplification=dense.amplification(),  # of a row when it is rounded at last
         memory=lambda dtype: 0,
         start=lambda scale, size, dtype: DenseStepper(rows * scale, size, dtype),
     )
@@ -113,7 +126,7 @@ def _by_rows_optimized(strategy: DenseStrategy, artifact: Artifact) -> Stepping:
         smallest=float(np.abs(np.diag(streaming.rows)).min() * np.abs(gain[:, -1]).min()),
         largest=max_error / streaming.sensitivity,
         largest_buffer=0.0,
-        amplification=0.0,
+        amplification=strategy.amplification(),
         memory=lambda dtype: 8 * gain.shape[1],
         start=lambda scale, size, dtype: DenseOptimizerStepper(streaming.rows * scale, transition, gain, size, dtype),
     )

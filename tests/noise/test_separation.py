@@ -44,7 +44,7 @@ class Read:
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[Read]:
     """Every read of a keystream from here on; the first elements of each piece ask for second words."""
     seen: list[Read] = []
-    keystream, normals = noise_source._keystream, noise_source.normals
+    keystream, normals = noise_source.keystream, noise_source.normals
 
     def record(subkey: bytes, start: int, count: int) -> Array:
         found = keystream(subkey, start, count)
@@ -54,7 +54,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[Read]:
     def refined(words: Array, out: Array) -> list[int]:
         return sorted({*normals(words, out), *range(min(len(words), SECONDS))})
 
-    monkeypatch.setattr(noise_source, "_keystream", record)
+    monkeypatch.setattr(noise_source, "keystream", record)
     monkeypatch.setattr(noise_source, "normals", refined)
     return seen
 
