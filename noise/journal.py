@@ -90,6 +90,8 @@ class Journal:
         try:
             journal = cls(path, key, os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600))
         except FileExistsError:
+            if path.is_dir():
+                raise StateError(f"the journal {path} is a folder; give the path of a new file") from None
             raise StateError(
                 f"the journal {path} exists, so its run has begun: go on from its checkpoint with NoiseStream.restore, "
                 "or give another path for a new run"
@@ -123,7 +125,8 @@ class Journal:
             journal = cls(path, key, os.open(path, os.O_RDWR | os.O_APPEND))
         except OSError as error:
             raise StateError(
-                f"the journal {path} cannot be opened: {error.strerror}; without it nobody knows which rows were issued"
+                f"the journal {path} cannot be opened: {error.strerror}; without it nobody knows which rows were "
+                "issued: find it, or begin a new run on data that has not been used"
             ) from error
         try:
             journal._lock()
@@ -258,6 +261,6 @@ def _canonical(record: dict[str, Any]) -> bytes:
 
 
 def _path(path: Any) -> Path:
-    if not isinstance(path, str | os.PathLike) or "\0" in os.fsdecode(path):
-        raise StateError(f"journal must be a path, not {path!r:.60}")
+    if not isinstance(path, str | os.PathLike) or "\0" in os.fsdecode(path) or not os.fsdecode(path):
+        raise StateError(f"journal must be the path of a file, not {path!r:.60}")
     return Path(os.fsdecode(path))

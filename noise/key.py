@@ -76,7 +76,8 @@ class NoiseKey:
                     raise StateError(f"the key file {path} has mode {mode:04o}, so others can read it; chmod 600 it")
                 secret = file.read(KEY_BYTES + 1)
         except OSError as error:
-            raise StateError(f"the key file {path} cannot be read: {error.strerror}") from error
+            hint = "; NoiseKey.generate(path) makes one" if isinstance(error, FileNotFoundError) else ""
+            raise StateError(f"the key file {path} cannot be read: {error.strerror}{hint}") from error
         if len(secret) != KEY_BYTES:
             raise StateError(f"the key file {path} does not hold exactly {KEY_BYTES} bytes")
         return cls(secret, recoverable=True)

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from mmfact.factorize import machine
 from mmfact.factorize.errors import CapacityError, HorizonError, PrivacyError, StateError
-from mmfact.noise.journal import Journal
+from mmfact.noise.journal import History, Journal
 from mmfact.noise.key import NoiseKey
 from mmfact.noise.source import LARGEST_ROW, NONCE_BYTES, NoiseSource
 from mmfact.noise.state import STATE_VERSION, seal, sign, unseal
@@ -49,14 +49,16 @@ class NoiseStream:
     noise_multiplier : float
         sigma > 0: the whole stream is one Gaussian release with mu = 1 / sigma.
     clip_norm : float
-        L2 norm to which every example's gradient is clipped, > 0.
+        L2 norm to which every example's gradient is clipped, > 0. With several tensors: the norm of the gradient over
+        all of them together, clipped once and given to each tensor's stream. If each tensor is clipped on its own, the
+        norm to give is the root of the sum of their squares.
     key : NoiseKey, optional
         Default: a new one from the operating system, with which the state cannot be saved.
     name : str
         Which tensor this is: two tensors under one key need two names.
     offset, total : int
         This stream is elements offset .. offset+size-1 of a vector of `total` elements; shards of one
-        vector share key, name and `run`.
+        vector share key, name and `run`. Default: the vector ends with this stream.
     space : {"gradient", "iterate"}
         ``iterate`` gives B Z: add it to the noiseless iterates, theta_0 - (A G + B Z); never feed it back.
     dtype : {"float32", "float64"}
@@ -69,7 +71,8 @@ class NoiseStream:
         A new file that records every row before it leaves the stream, so that `restore` knows after a crash whether
         rows were issued since the last checkpoint. One for each stream.
 
-    All of these are latched: an attribute of a running stream cannot be set.
+    All of these are attributes too (`run` to make other shards with), and latched: none can be set. `step` and
+    `horizon` say how far the stream is.
 
     Raises
     ------
@@ -110,7 +113,7 @@ class NoiseStream:
         if space not in SPACES:
             raise StateError(f"space {space!r} is not known; use gradient or iterate")
         try:
-            precision = np.dtype(dtype).name
+            precision = np.dtype(dtype).name if dtype is not None else "None"  # which NumPy takes for float64
         except TypeError:
             precision = str(dtype)
         if precision not in DTYPES:
@@ -148,7 +151,13 @@ class NoiseStream:
         self.sensitivity = way.sensitivity
         scale = self.noise_multiplier * self.clip_norm * self.sensitivity
         _check_range(scale, way, self.dtype)
-        self._stepper = way.start(scale, self.size, self.dtype)
+        try:
+            self._stepper = way.start(scale, self.size, self.dtype)
+        except MemoryError as error:
+            raise CapacityError(
+                f"size = {self.size}: the system does not give the memory for this strategy's buffers; split the "
+                "vector into shards with offset and total, or free memory"
+            ) from error
         self._lock = threading.Lock()
         self._place = (0, 0)  # (step, steps skipped), replaced as one so that no interruption can part them
         self._saved: list[int] = []  # steps of states, from the last commit on, the latest last
@@ -162,8 +171,8 @@ class NoiseStream:
     def __setattr__(self, name: str, value: Any) -> None:
         if not name.startswith("_") and self._latched:
             raise StateError(
-                f"{name} of a running stream cannot be changed: noise issued and noise to come belong together. "
-                "Make a new stream, and account for it as another release"
+                f"{name} of a running stream cannot be set: it stays as it was made, since noise issued and noise to "
+                "come belong together; make a new stream, which is another release"
             )
         super().__setattr__(name, value)
 
@@ -289,7 +298,7 @@ class NoiseStream:
         buffers : bool
             Put in what the strategy keeps between steps, encrypted with the key, since it tells about past noise: as
             many bytes as the stream holds. Without it the state is a few hundred bytes of plain JSON, and a restored
-            stream draws all past rows again, which takes time in proportion to the step.
+            stream draws all past rows again, in its first `next`, which takes time in proportion to the step.
 
         Raises
         ------
@@ -358,8 +367,13 @@ class NoiseStream:
         _check_artifact(artifact)
         if not isinstance(key, NoiseKey):
             raise StateError("key must be a NoiseKey: NoiseKey.from_file(path) or from_bytes(32 bytes)")
-        if not isinstance(state, dict):
-            raise StateError(f"the state must be the dictionary that state_dict() gave, not {state!r:.40}")
+        if not isinstance(state, dict) or "version" not in state:
+            raise StateError(
+                f"the state must be the dictionary that state_dict() gave, not {state!r:.40}; if it is one entry of a "
+                "checkpoint, give that entry"
+            )
+        if resume not in (None, "unpublished"):
+            raise StateError(f"resume = {resume!r} is not known; the only declaration is 'unpublished'")
         opened: Journal | None = None
         try:
             _check_state(artifact, key, state)
@@ -374,23 +388,25 @@ class NoiseStream:
                 raise StateError(
                     "this run keeps a journal of the rows it issued: give its path as journal="
                     if state["journal"]
-                    else "this run keeps no journal, and one that begins now could not tell what was issued before"
+                    else "this run keeps no journal, and one that begins now could not tell what was issued before; "
+                    "leave journal= out"
                 )
             if journal is not None:
                 opened, said = Journal.reopen(journal, key, {name: state[name] for name in _FIXED})
                 if step < said.committed:
                     raise StateError(
                         f"the state is of step {step}, but a checkpoint of step {said.committed} was committed, and "
-                        "rows before that are never issued again; restore that checkpoint"
+                        "rows before that are never issued again; restore that checkpoint, or begin a new run on data "
+                        "that has not been used"
                     )
                 reissued = max(said.issued - step, 0)
                 # The latest lines may be missing after a loss of power: only a commit of this very step proves it.
                 if said.clean and step == said.committed:
                     resume = None
                 elif resume != "unpublished":
-                    raise StateError(_undeclared(f"{reissued} or more rows issued after this state was saved"))
+                    raise StateError(_undeclared(_evidence(step, said, reissued)))
             elif resume != "unpublished":
-                raise StateError(_undeclared("rows issued after this state was saved"))
+                raise StateError(_undeclared("rows that were issued after this state was saved would be issued again"))
             stream = cls(
                 artifact,
                 state["size"],
@@ -446,9 +462,10 @@ class NoiseStream:
         raise StateError("a stream is never pickled or copied, or two would issue the same rows; use state_dict()")
 
     def __repr__(self) -> str:
+        closed = ", closed" if self._closed else ""
         return (
             f"NoiseStream({self.artifact.digest[:12]}, size={self.size}, step={self.step}/{self.horizon}, "
-            f"space={self.space}, dtype={self.dtype.name}, key={self.key.id})"
+            f"space={self.space}, dtype={self.dtype.name}, key={self.key.id}{closed})"
         )
 
     def _draw(self, step: int, first: int, out: Row) -> None:
@@ -530,8 +547,8 @@ def _check_state(artifact: Artifact, key: NoiseKey, state: dict[str, Any]) -> No
     for what, found, needed in (("artifact", artifact.digest, state["artifact"]), ("key", key.id, state["key"])):
         if found != needed:
             raise StateError(
-                f"the state belongs to {what} {str(needed)[:16]}, not to the given {what} {found[:16]}; its noise "
-                "could not go on"
+                f"the state belongs to {what} {needed!s:.64}, not to the given {what} {found}; its noise could not "
+                "go on"
             )
     fields = {name: value for name, value in state.items() if name not in ("signature", "buffers")}
     if not hmac.compare_digest(sign(key, fields), state["signature"]):
@@ -541,9 +558,20 @@ def _check_state(artifact: Artifact, key: NoiseKey, state: dict[str, Any]) -> No
         )
 
 
-def _undeclared(rows: str) -> str:
+def _evidence(step: int, said: History, reissued: int) -> str:
+    """What a journal knows that stands against going on from `step`."""
+    damaged = "" if said.intact else "the journal is damaged, so it may lack rows; "
+    if reissued:
+        return f"{damaged}{reissued} or more rows that were issued after this state was saved would be issued again"
     return (
-        f"{rows} would be issued again. If nothing computed from them was published (no model, metric or log left the "
+        f"{damaged}no commit() of step {step} is on record, so the journal cannot show that no row was issued after "
+        "this state was saved, and such rows would be issued again"
+    )
+
+
+def _undeclared(reason: str) -> str:
+    return (
+        f"{reason}. If nothing computed from them was published (no model, metric or log left the "
         'trust boundary), say so with resume="unpublished"; otherwise start a new run from data that has not been used'
     )
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import math
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,6 +34,7 @@ from mmfact.factorize.strategy.dense import DenseStrategy
 from mmfact.noise import NoiseKey, NoiseStream
 from mmfact.noise import selftest as module
 from mmfact.noise import source as source_module
+from mmfact.noise import stepping as stepping_module
 from mmfact.noise import stream as stream_module
 from mmfact.noise.selftest import Check, selftest
 from mmfact.noise.source import NoiseSource
@@ -62,6 +64,7 @@ _spec.loader.exec_module(grid)
 def seeded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every key and every run nonce the same in each run of the test."""
     seeds, nonces = itertools.count(), itertools.count()
+    monkeypatch.setattr(stepping_module, "_known", weakref.WeakKeyDictionary())  # faults must reach what was computed
     monkeypatch.setattr(NoiseKey, "ephemeral", lambda: NoiseKey.insecure_from_seed(next(seeds)))
     drawn = SimpleNamespace(token_bytes=lambda count: next(nonces).to_bytes(count, "big"))
     monkeypatch.setattr(stream_module, "secrets", drawn)
@@ -554,14 +557,18 @@ def a_step_past_the_horizon_repeats_the_last_row(patch: pytest.MonkeyPatch) -> N
 
 @fault("keystream")
 def a_keystream_library_wrong_by_one_bit(patch: pytest.MonkeyPatch) -> None:
-    right = module.Cipher
+    right = source_module.Cipher
 
     def cipher(*arguments: Any, **options: Any) -> Any:
         encryptor = right(*arguments, **options).encryptor()
-        wrong = SimpleNamespace(update=lambda data: encryptor.update(data)[:-1] + b"\x4f")
-        return SimpleNamespace(encryptor=lambda: wrong)
 
-    patch.setattr(module, "Cipher", cipher)
+        def update_into(data: Any, out: Any) -> None:
+            encryptor.update_into(data, out)
+            out[len(out) - 1] ^= 1
+
+        return SimpleNamespace(encryptor=lambda: SimpleNamespace(update=encryptor.update, update_into=update_into))
+
+    patch.setattr(source_module, "Cipher", cipher)
 
 
 @fault("quantiles")
