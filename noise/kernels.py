@@ -17,7 +17,7 @@ from numba import njit
 Row = npt.NDArray[Any]
 Counts = npt.NDArray[np.int64]
 
-_CHUNK = 256
+_CHUNK = 128
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
