@@ -381,9 +381,25 @@ class AnswerIsNo(Exception):  # noqa: N818
 
 def main(arguments: list[str] | None = None) -> NoReturn:
     """Run the command line and exit; every expected failure is one message on stderr."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    # What Ctrl-C leaves half made inside a library may complain when it is thrown away: heard only without Ctrl-C.
+    complaints: list[sys.UnraisableHookArgs] = []
+    hook, sys.unraisablehook = sys.unraisablehook, complaints.append
+    try:
+        _run(arguments)
+    except SystemExit as end:
+        if end.code == INTERRUPTED:
+            complaints.clear()
+        raise
+    finally:
+        sys.unraisablehook = hook
+        for complaint in complaints:
+            hook(complaint)
+
+
+def _run(arguments: list[str]) -> NoReturn:
     from mmfact.factorize.errors import MmfactError, StoreError
 
-    arguments = sys.argv[1:] if arguments is None else arguments
     try:
         commands.main(args=arguments, prog_name="mmfact", standalone_mode=False)
         if sys.stdout is not None:  # it is None when the shell has closed it

@@ -11,6 +11,7 @@ import time
 
 import pytest
 
+from mmfact.cli import main as cli_main
 from mmfact.cli.main import main
 
 
@@ -174,3 +175,24 @@ def test_progress_of_the_paper_strategy(script, store, terminal):
     code, _, text = terminal((*command, "--store", store))
     assert code == 0
     assert len(set(re.findall(r"bandwidth \d+, rank \d+", text))) >= 2
+
+
+@pytest.mark.parametrize("code", [0, 130])
+def test_what_an_interrupt_left_half_made_is_not_complained_about(
+    code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A library's object whose construction Ctrl-C cut short raises in __del__: a traceback beside our one message."""
+
+    class HalfMade:
+        def __del__(self) -> None:
+            raise AttributeError("_ptr")
+
+    def command(arguments: list[str]) -> None:
+        HalfMade()
+        sys.exit(code)
+
+    monkeypatch.setattr(cli_main, "_run", command)
+    monkeypatch.setattr(sys, "unraisablehook", sys.__unraisablehook__)
+    with pytest.raises(SystemExit):
+        cli_main.main(["list"])
+    assert ("_ptr" in capsys.readouterr().err) == (code == 0)
