@@ -21,6 +21,14 @@ class PrivacyError(MmfactError):
     """A privacy parameter (epsilon, delta, noise multiplier, clip norm) outside its range."""
 
 
+class ParticipationError(PrivacyError):
+    """An example takes part more often than the artifact's schema allows."""
+
+
+class AdapterError(MmfactError):
+    """A model, optimizer or optional package that an adapter cannot work with."""
+
+
 class ArtifactError(MmfactError):
     """Base of the store's errors."""
 

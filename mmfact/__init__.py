@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from mmfact.factorize.compiler import Options, compile
     from mmfact.factorize.errors import MmfactError
     from mmfact.noise.key import NoiseKey
+    from mmfact.noise.model import ModelNoise
     from mmfact.noise.stream import NoiseStream
     from mmfact.store.artifact import Artifact
     from mmfact.store.store import ArtifactStore, load
@@ -26,6 +27,7 @@ _HOMES = {
     "Artifact": "mmfact.store.artifact",
     "ArtifactStore": "mmfact.store.store",
     "MmfactError": "mmfact.factorize.errors",
+    "ModelNoise": "mmfact.noise.model",
     "NoiseKey": "mmfact.noise.key",
     "NoiseStream": "mmfact.noise.stream",
     "Options": "mmfact.factorize.compiler",
@@ -37,6 +39,7 @@ __all__ = [
     "Artifact",
     "ArtifactStore",
     "MmfactError",
+    "ModelNoise",
     "NoiseKey",
     "NoiseStream",
     "Options",

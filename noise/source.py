@@ -57,7 +57,7 @@ class NoiseSource:
 
         They go into `out`, contiguous and of the source's dtype. Several threads may fill different arrays at once.
         """
-        subkeys = self._subkeys(step)
+        subkeys = self.subkeys(step)
         width = self._word.itemsize
         for start in range(0, len(out), _PIECE // width):
             piece = out[start : start + _PIECE // width]
@@ -66,7 +66,8 @@ class NoiseSource:
                 second = keystream(subkeys[32:], 8 * (first + start + at), 8).view("<u8")
                 piece[at] = refine(int(words[at]), int(second[0]), 8 * width)
 
-    def _subkeys(self, step: int) -> bytes:
+    def subkeys(self, step: int) -> bytes:
+        """The two subkeys of a row, 32 bytes each: as secret as the row."""
         latest = self._latest
         if latest is None or latest[0] != step:
             info = self._context + step.to_bytes(8, "big")

@@ -19,7 +19,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from mmfact.factorize.errors import StateError
 from mmfact.noise.key import NoiseKey
 
-STATE_VERSION = 2
+STATE_VERSION = 3
 
 _PIECE = 1 << 26  # bytes sealed at a time
 _NONCE = 12

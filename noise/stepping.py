@@ -201,14 +201,18 @@ class Stepper(ABC):
         self._size, self._dtype, self._block = size, dtype, BLOCK
         self.done = np.zeros(-(-size // BLOCK), np.int64)
 
-    def row(self, step: int, draw: Draw, out: Row, workers: Workers) -> None:
-        """Write row `step` into `out`; no block may have taken that step yet."""
+    @property
+    def blocks(self) -> int:
+        """How many there are."""
+        return len(self.done)
 
-        def work(block: int) -> None:
-            first = block * self._block
-            self._advance(block, first, step + 1, draw, out[first : first + self._block])
+    def span(self, block: int) -> slice:
+        """The elements of a block."""
+        return slice(block * self._block, min((block + 1) * self._block, self._size))
 
-        workers.run(work, len(self.done))
+    def piece(self, step: int, block: int, draw: Draw, out: Row) -> None:
+        """Write one block's piece of row `step` into `out`; the block may not have taken that step yet."""
+        self._advance(block, block * self._block, step + 1, draw, out)
 
     def catch_up(self, step: int, draw: Draw, workers: Workers) -> None:
         """Bring every block to `step`, the rows before it made and forgotten."""

@@ -1,0 +1,564 @@
+"""Correlated noise for the gradients of a torch model, on one process or many.
+
+    gradients = GradientNoise(model, artifact, noise_multiplier=1.0, clip_norm=1.0, batch_size=256, key=key)
+    for features, targets in loader:                       # every example in one step only
+        gradients.clip(per_example(model, features, targets))      # {name: tensor of shape (examples, *shape)}
+        gradients.step()                                   # p.grad = (sum of clipped gradients + noise) / batch_size
+        optimizer.step()
+
+Sums are kept, and noise is added to them, in float32 (float64 for float64 parameters); only the noisy mean is cast to
+the parameter's own precision, since noise that was cast first would put the release on a grid that betrays gradients.
+
+Processes: where torch.distributed runs, every process of `group` calls each method at the same time. Parameters that
+are whole in every process (DDP): each adds its own slice of the row to its local sum, and the sums are then added up.
+Parameters that are split over processes (FSDP2's `fully_shard`): each draws the noise of its own elements, and nothing
+is sent. Either way the noise is that of a single process under the same key and run.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mmfact.factorize.errors import AdapterError, MmfactError, StateError
+from mmfact.noise import checks
+from mmfact.noise.guard import Guard
+from mmfact.noise.key import NoiseKey
+from mmfact.noise.model import ModelNoise
+from mmfact.noise.release import Shard
+from mmfact.noise.source import NoiseSource
+from mmfact.noise.stepping import Stepping
+from mmfact.store.artifact import Artifact
+
+try:
+    import torch
+    import torch.distributed as dist
+    from torch import Tensor, nn
+except ImportError as error:
+    raise AdapterError('mmfact.noise.torch needs torch: pip install "mmfact[torch]"') from error
+
+_WRAPPERS = ("_orig_mod", "_module", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")  # of compile, Opacus, torch
+_MARGIN = 1 - 1e-6  # of the clip norm, for the rounding of what is clipped to it
+_WORLD: Any = object()
+
+
+class GradientNoise:
+    """The noisy mean gradient of a torch model: clips, sums up, adds correlated noise, divides.
+
+    Between `step` and the next contribution `p.grad` is the noisy mean; from the first contribution to `step` it is
+    None, so that no optimizer ever meets a sum without noise. Only parameters that require gradients take part.
+
+    Parameters
+    ----------
+    model : nn.Module, or iterable of (name, parameter)
+        After DDP, `fully_shard` or torch.compile. Wrappers do not change the names.
+    artifact : Artifact
+        From `mmfact.load`.
+    noise_multiplier : float
+        sigma > 0: the whole run is one Gaussian release with mu = 1 / sigma.
+    clip_norm : float
+        L2 norm of an example's gradient over all parameters together, > 0.
+    batch_size : float
+        The constant by which noisy sums are divided, in all processes together: the intended batch size, however many
+        examples a step has. Division happens here and nowhere else: let the loss of an example be its own, not a mean.
+    key : NoiseKey, optional
+        The same in every process. Default: a new one, with which the state cannot be saved (one process only).
+    optimizer : torch.optim.Optimizer, optional
+        Compared with the artifact's workload at every step: see `mmfact.noise.guard`.
+    group : process group, optional
+        Default: all processes, if torch.distributed was initialized; None for a run of this process alone.
+    run, threads, journal, check_participation
+        As for `NoiseStream`. The journal is kept by the first process of the group.
+
+    Raises
+    ------
+    AdapterError
+        Nothing to train; a parameter that is split otherwise than by rows; a device that is not supported.
+    StateError
+        Processes disagree on artifact, key or step.
+    MmfactError
+        As for `NoiseStream`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Iterable[tuple[str, nn.Parameter]],
+        artifact: Artifact,
+        *,
+        noise_multiplier: float,
+        clip_norm: float,
+        batch_size: float,
+        key: NoiseKey | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        group: Any = _WORLD,
+        run: bytes | None = None,
+        threads: int | None = None,
+        journal: str | Path | None = None,
+        check_participation: bool = False,
+    ) -> None:
+        self._begin(model, batch_size, optimizer, group)
+        if key is None and self._processes > 1:
+            raise StateError(
+                f"{self._processes} processes share this run: give every one of them the same key, "
+                "NoiseKey.generate(path) once and NoiseKey.from_file(path) in each"
+            )
+        noise = TensorNoise(
+            artifact,
+            self._shards,
+            devices=self._devices,
+            noise_multiplier=noise_multiplier,
+            clip_norm=clip_norm,
+            key=key,
+            run=self._agreed_run(run),
+            threads=threads,
+            journal=journal if self._rank == 0 else None,
+            check_participation=check_participation,
+        )
+        self._ready(noise)
+
+    @classmethod
+    def restore(
+        cls,
+        model: nn.Module | Iterable[tuple[str, nn.Parameter]],
+        artifact: Artifact,
+        state: dict[str, Any],
+        *,
+        batch_size: float,
+        key: NoiseKey,
+        optimizer: torch.optim.Optimizer | None = None,
+        group: Any = _WORLD,
+        resume: str | None = None,
+        threads: int | None = None,
+        journal: str | Path | None = None,
+    ) -> GradientNoise:
+        """Continue a saved run bit for bit, on as many processes as there are now: see `NoiseStream.restore`.
+
+        A state that another process saved, or the same before the number of processes changed, serves as well; past
+        rows are then drawn again.
+
+        Raises
+        ------
+        StateError
+            As for `NoiseStream.restore`; the model is not the one that the state was saved for.
+        """
+        made = cls.__new__(cls)
+        made._begin(model, batch_size, optimizer, group)
+        noise, failure = None, None
+        if made._rank == 0:
+            try:
+                noise = made._restored(artifact, state, key=key, resume=resume, journal=journal, threads=threads)
+            except MmfactError as error:
+                failure = error
+        if made._processes > 1:
+            refused = [None if failure is None else str(failure)]
+            dist.broadcast_object_list(refused, group=made._group, group_src=0)
+            if made._rank != 0 and refused[0] is not None:
+                raise StateError(f"the first process could not restore the run: {refused[0]}")
+        if failure is not None:
+            raise failure
+        if noise is None:
+            noise = made._restored(
+                artifact, state, key=key, resume=resume, journal=None, threads=threads, leading=False
+            )
+        made._ready(noise)
+        return made
+
+    def _begin(self, model: Any, batch_size: float, optimizer: Any, group: Any) -> None:
+        """Which parameters there are, and what of each this process holds."""
+        self._model = model if isinstance(model, nn.Module) else list(model)
+        self._parameters = _named(self._model)
+        self._batch_size = checks.positive("batch size", batch_size)
+        self._optimizer = optimizer
+        if group is _WORLD:
+            group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+        self._group = group
+        self._processes = 1 if group is None else dist.get_world_size(group)
+        self._rank = 0 if group is None else dist.get_rank(group)
+        # Where there is a device, noise is made there.
+        self._devices = {
+            name: parameter.device for name, parameter in self._parameters.items() if not _on_cpu(parameter)
+        }
+        self._shards = {name: self._shard(name, parameter) for name, parameter in self._parameters.items()}
+        self._device = next(iter(self._parameters.values())).device  # where the group's backend finds its tensors
+        self._sums: dict[str, Tensor] = {}
+        self._summed = False  # whether there are contributions that no step has used
+
+    def _restored(self, artifact: Artifact, state: dict[str, Any], **how: Any) -> TensorNoise:
+        return TensorNoise._restore(artifact, state, shards=self._shards, devices=self._devices, **how)
+
+    def _ready(self, noise: TensorNoise) -> None:
+        self._noise = noise
+        self._guard = Guard(noise.artifact.workload)
+        self._agree()
+
+    @property
+    def step_number(self) -> int:
+        """The step that `step` takes next, counted from 0."""
+        return self._noise.step
+
+    @property
+    def horizon(self) -> int:
+        """Steps that there is noise for."""
+        return self._noise.horizon
+
+    @property
+    def run(self) -> bytes:
+        """The run nonce, 16 bytes."""
+        return self._noise.run
+
+    def clip(self, per_example: Mapping[str, Tensor]) -> None:
+        """Clip the gradients of this process's examples to the clip norm, over all tensors together, and sum them up.
+
+        May be called several times before a `step` (gradient accumulation). A gradient that is not finite counts as
+        zero, since nothing about the data may stop the run.
+
+        Parameters
+        ----------
+        per_example : mapping of str to Tensor
+            For every parameter its gradients, shape (examples, *shape of the parameter), as
+            ``torch.func.vmap(torch.func.grad(loss))`` gives them. No mean over the examples has been taken.
+
+        Raises
+        ------
+        AdapterError
+            A parameter is missing or unknown, a shape does not fit, or parameters are split over processes.
+        """
+        self._check_names(per_example)
+        if any(_is_split(parameter) for parameter in self._parameters.values()):
+            raise AdapterError(
+                "parameters are split over processes, so no process sees an example's whole gradient; clip where the "
+                "gradients arise (ghost clipping) and give the sums to add()"
+            )
+        count = {len(gradients) for gradients in per_example.values()}
+        for name, gradients in per_example.items():
+            shape = self._parameters[name].shape
+            if gradients.shape[1:] != shape or len(count) != 1:
+                raise AdapterError(
+                    f"the gradients of {name!r} have shape {tuple(gradients.shape)}; needed is one of shape "
+                    f"{tuple(shape)} for each example, and as many for every parameter"
+                )
+        with torch.no_grad():
+            flat = {name: gradients.detach().flatten(1) for name, gradients in per_example.items()}
+            each = [torch.linalg.vector_norm(part, dim=1, dtype=torch.float64) for part in flat.values()]
+            norms = torch.linalg.vector_norm(torch.stack([norm.to(each[0].device) for norm in each]), dim=0)
+            usable = torch.isfinite(norms)
+            factors = torch.where(usable, (self._noise.clip_norm * _MARGIN / norms).clamp(max=1.0), 0.0)
+            clean = bool(usable.all())
+            for name, total in self._open_sums().items():
+                part, factor = flat[name].to(total.dtype), factors.to(total.device, total.dtype)
+                if not clean:
+                    part = torch.where(usable.to(total.device)[:, None], part, 0)
+                total.view(-1).add_(factor @ part)
+            self._summed = True
+
+    def add(self, sums: Mapping[str, Tensor]) -> None:
+        """Add sums of gradients that are clipped already to `clip_norm`, over all tensors together.
+
+        Parameters
+        ----------
+        sums : mapping of str to Tensor
+            For every parameter a SUM (no mean) over this process's examples, in float32 or float64. For a parameter
+            that is split over processes: this process's part of the sum over all processes' examples, or a DTensor.
+
+        Raises
+        ------
+        AdapterError
+            A parameter is missing or unknown, a shape does not fit, or the precision is too low.
+        """
+        self._check_names(sums)
+        with torch.no_grad():
+            own = {name: _local(part.detach(), self._parameters[name]) for name, part in sums.items()}
+            for name, part in own.items():
+                shape = _local(self._parameters[name].detach(), self._parameters[name]).shape
+                if part.shape != shape:
+                    raise AdapterError(f"the sum of {name!r} has shape {tuple(part.shape)}; {tuple(shape)} is needed")
+                if part.dtype not in (torch.float32, torch.float64):
+                    raise AdapterError(
+                        f"the sum of {name!r} is {part.dtype}: sums must be float32 or float64, since one that is "
+                        "rounded before the noise is added no longer has the sensitivity of the clip norm"
+                    )
+            for name, total in self._open_sums().items():
+                total.add_(own[name])
+            self._summed = True
+
+    def step(self, *, ids: Sequence[Any] | None = None) -> None:
+        """End a step: p.grad = (sum of all contributions in all processes + this step's noise) / batch_size.
+
+        Call the optimizer's step next. A step without contributions still has its noise.
+
+        Parameters
+        ----------
+        ids : sequence of int or str, optional
+            Of the examples (or users) of this process that took part; needed if, and only if, participation is checked.
+
+        Raises
+        ------
+        HorizonError
+            The artifact's steps are used up.
+        ParticipationError
+            An example took part before; nothing was drawn.
+        StateError
+            The model's parameters are not those of the start; processes disagree; as for `NoiseStream`.
+        """
+        self._check_parameters()
+        self._agree()
+        if self._noise.checks_participation:
+            ids = self._all_ids(ids)
+        if self._optimizer is not None:
+            self._guard.check(self._noise.step, self._optimizer.param_groups)
+        with torch.no_grad():
+            sums = self._open_sums()
+            self._add_noise(sums, ids)
+            for name, total in sums.items():
+                parameter = self._parameters[name]
+                if self._processes > 1 and not _is_split(parameter):
+                    dist.all_reduce(total, group=self._group)
+                parameter.grad = _like(total.div_(self._batch_size).to(parameter.dtype), parameter)
+
+    def skip_to(self, step: int) -> None:
+        """Go forward to `step` without using the noise between; it is gone for this run."""
+        self._noise.skip_to(step)
+
+    def state_dict(self, *, buffers: bool = True) -> dict[str, Any]:
+        """What `restore` needs besides the artifact and the key: see `NoiseStream.state_dict`.
+
+        With several processes each has its own buffers; without buffers the first one's state serves all.
+
+        Raises
+        ------
+        StateError
+            There are contributions without noise, which are never stored: call `step` first.
+        """
+        if self._summed:
+            raise StateError(
+                "a step is under way, and its sums have no noise yet, so they are not stored: call step() first"
+            )
+        return self._noise.state_dict(buffers=buffers)
+
+    def commit(self, step: int | None = None) -> None:
+        """Say that a checkpoint with the state is durable: see `NoiseStream.commit`."""
+        self._noise.commit(step)
+
+    def ledger(self) -> dict[str, Any]:
+        """The record of the run so far, for whoever signs the privacy statement."""
+        return {**self._noise.ledger(), "batch_size": self._batch_size, "processes": self._processes}
+
+    def close(self) -> None:
+        """End the run here and let go of its journal."""
+        self._noise.close()
+
+    def __repr__(self) -> str:
+        return f"GradientNoise({self._noise!r}, batch_size={self._batch_size:g}, processes={self._processes})"
+
+    def _add_noise(self, sums: Mapping[str, Tensor], ids: Sequence[Any] | None) -> None:
+        """This process's part of the row; no process goes on if one could not."""
+        before, failure = self._noise.step, None
+        try:
+            self._noise.add_to({name: self._slice(name, total) for name, total in sums.items()}, ids=ids)
+        except MmfactError as error:
+            failure = error
+        finally:
+            if self._noise.step != before:  # the row is spent: sums that may have part of it are never used again
+                self._summed = False
+        if self._processes > 1:
+            failed = torch.tensor([failure is not None], dtype=torch.int32, device=self._device)
+            dist.all_reduce(failed, group=self._group)
+            if failed.item() and failure is None:
+                self._summed = False
+                raise StateError(
+                    f"{failed.item()} of {self._processes} processes could not add their noise (see their messages), "
+                    "so the step's sums are thrown away everywhere; restore all processes from one checkpoint"
+                )
+        if failure is not None:
+            raise failure
+
+    def _all_ids(self, ids: Sequence[Any] | None) -> Sequence[Any] | None:
+        """The ids of the step in all processes; None if one gave none."""
+        if self._processes == 1:
+            return ids
+        every: list[Any] = [None] * self._processes
+        dist.all_gather_object(every, None if ids is None else list(ids), group=self._group)
+        return None if None in every else [one for part in every for one in part]
+
+    def _open_sums(self) -> dict[str, Tensor]:
+        """Sums to add to: those of the step under way, or new ones, which takes the latest noisy means away."""
+        if not self._summed:
+            if not self._sums:
+                self._sums = {
+                    name: torch.empty_like(
+                        _local(parameter.detach(), parameter),
+                        dtype=torch.float64 if parameter.dtype == torch.float64 else torch.float32,
+                        memory_format=torch.contiguous_format,
+                    )
+                    for name, parameter in self._parameters.items()
+                }
+            for name, total in self._sums.items():
+                self._parameters[name].grad = None  # it may be this very memory
+                total.zero_()
+        return self._sums
+
+    def _shard(self, name: str, parameter: nn.Parameter) -> Shard:
+        """The elements whose noise this process adds."""
+        if not parameter.dtype.is_floating_point:
+            raise AdapterError(f"parameter {name!r} is {parameter.dtype}; only real numbers can have Gaussian noise")
+        dtype = "float64" if parameter.dtype == torch.float64 else "float32"
+        if dtype == "float64" and name in self._devices:
+            raise AdapterError(f"parameter {name!r} is float64 on {parameter.device}; there noise is float32 only")
+        total = parameter.numel()
+        if _is_split(parameter):
+            return Shard(*_rows(name, parameter), total, dtype)
+        # Nearly equal slices: the noise of a parameter is drawn once in all, a part of it by each process.
+        first, last = (total * rank // self._processes for rank in (self._rank, self._rank + 1))
+        return Shard(last - first, first, total, dtype)
+
+    def _slice(self, name: str, total: Tensor) -> Any:
+        """The elements of a sum that get this process's noise."""
+        flat, shard = total.view(-1), self._shards[name]
+        if not _is_split(self._parameters[name]):
+            flat = flat[shard.offset : shard.offset + shard.size]
+        return flat if name in self._devices else flat.numpy()
+
+    def _agreed_run(self, run: bytes | None) -> bytes | None:
+        """The first process's run nonce."""
+        if run is None and self._processes > 1:
+            drawn = [secrets.token_bytes(16)]
+            dist.broadcast_object_list(drawn, group=self._group, group_src=0)
+            run = drawn[0]
+        return run
+
+    def _agree(self) -> None:
+        """Every process must be about to add the same row of the same release."""
+        if self._processes == 1:
+            return
+        own = torch.frombuffer(bytearray.fromhex(self._noise.fingerprint()), dtype=torch.uint8).to(self._device)
+        every = [torch.empty_like(own) for _ in range(self._processes)]
+        dist.all_gather(every, own, group=self._group)
+        differing = [rank for rank, other in enumerate(every) if not torch.equal(other, every[0])]
+        if differing:
+            raise StateError(
+                f"processes {', '.join(map(str, differing))} do not agree with process 0 on artifact, key, run, noise "
+                f"multiplier, clip norm, parameters or step (here: {self._noise!r}); their noise would not add up to "
+                "one release: start all of them with the same, or restore all from one checkpoint"
+            )
+
+    def _check_parameters(self) -> None:
+        """Adding, removing, freezing or replacing parameters would change what is released."""
+        now = _named(self._model)
+        changed = sorted(
+            name for name in now.keys() | self._parameters.keys() if now.get(name) is not self._parameters.get(name)
+        )
+        if changed:
+            raise StateError(
+                f"the model's parameters changed during the run: {changed[0]!r}"
+                f"{f' and {len(changed) - 1} more' if len(changed) > 1 else ''} was added, removed, frozen, unfrozen "
+                "or replaced; the noise of a run belongs to the parameters it began with: restore them, or begin a new "
+                "run on data that has not been used"
+            )
+
+    def _check_names(self, given: Mapping[str, Tensor]) -> None:
+        missing = [name for name in self._parameters if name not in given]
+        unknown = [name for name in given if name not in self._parameters]
+        if missing or unknown:
+            raise AdapterError(
+                f"gradients are needed for exactly the parameters that require them: "
+                f"{f'missing {missing[0]!r}' if missing else f'{unknown[0]!r} is none of them'}"
+            )
+
+
+class TensorNoise(ModelNoise):
+    """Noise for tensors, some of them on devices other than the CPU, where their rows are then made."""
+
+    def __init__(
+        self, artifact: Artifact, tensors: Mapping[str, Shard], *, devices: Mapping[str, torch.device], **common: Any
+    ) -> None:
+        self._latched = False
+        self._devices = devices
+        if devices:
+            from mmfact.noise.recurrence import recurrence
+
+            self._rule = recurrence(artifact)
+        super().__init__(artifact, tensors, **common)
+
+    def _sensitivity(self, way: Stepping) -> float:
+        own = super()._sensitivity(way)
+        return max(own, self._rule.sensitivity) if self._devices else own  # C differs in its last digits
+
+    def _part(self, name: str, shard: Shard, source: NoiseSource, scale: float, way: Stepping) -> Any:
+        if name not in self._devices:
+            return super()._part(name, shard, source, scale, way)
+        from mmfact.noise.torch_device import DevicePart
+
+        return DevicePart(shard, source, self._rule, scale, self._devices[name])
+
+    def _check_out(self, name: str, out: Any, shard: Shard) -> None:
+        if name not in self._devices:
+            super()._check_out(name, out, shard)
+
+    def _shards(self) -> dict[str, list[Any]]:
+        return {name: [*held, "device"] if name in self._devices else held for name, held in super()._shards().items()}
+
+
+def _on_cpu(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu"
+
+
+def _named(model: Any) -> dict[str, nn.Parameter]:
+    """Parameters that require gradients, by names that no wrapper changes."""
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        model = model.module
+    pairs = model.named_parameters() if isinstance(model, nn.Module) else model
+    found: dict[str, nn.Parameter] = {}
+    for name, parameter in pairs:
+        name = ".".join(part for part in str(name).split(".") if part not in _WRAPPERS)
+        if name in found and found[name] is not parameter:
+            raise AdapterError(f"two parameters are named {name!r}; the noise of each needs a name of its own")
+        if parameter.requires_grad:
+            found[name] = parameter
+    if not found:
+        raise AdapterError("the model has no parameter that requires gradients; there is nothing to add noise to")
+    return found
+
+
+def _is_split(parameter: Tensor) -> bool:
+    return hasattr(parameter, "placements")  # a DTensor, without an import of what not every torch has
+
+
+def _rows(name: str, parameter: Any) -> tuple[int, int]:
+    """(elements, first element) of what this process holds of a parameter that is split by rows."""
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor import Shard as Split
+
+    splits = [placement for placement in parameter.placements if not isinstance(placement, Replicate)]
+    if len(splits) != 1 or type(splits[0]) is not Split or splits[0].dim != 0:
+        raise AdapterError(
+            f"parameter {name!r} is split as {parameter.placements}; only a split by rows is supported (fully_shard "
+            "makes that)"
+        )
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    row = parameter.numel() // max(len(parameter), 1)
+    local = parameter.to_local().numel()
+    return local, offset[0] * row if local else 0
+
+
+def _local(tensor: Any, parameter: Any) -> Tensor:
+    """This process's part of `tensor`, split as the parameter is."""
+    if not _is_split(tensor):
+        return tensor  # type: ignore[no-any-return]
+    if tensor.placements != parameter.placements:
+        tensor = tensor.redistribute(parameter.device_mesh, parameter.placements)
+    return tensor.to_local()  # type: ignore[no-any-return]
+
+
+def _like(local: Tensor, parameter: Any) -> Tensor:
+    """A gradient of the parameter's own kind."""
+    if not _is_split(parameter):
+        return local
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        local, parameter.device_mesh, parameter.placements, shape=parameter.shape, stride=parameter.stride()
+    )
