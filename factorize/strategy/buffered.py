@@ -174,15 +174,16 @@ def _column_energies(c: Array, g: Array, decay: Array, q: Array) -> tuple[Array,
 
     O_i = diag(decay_i) O_(i+1) diag(decay_i) + g_i g_i' is the observability Gramian, in double-double; the same
     recursion on absolute values carries the error bound, a multiple of the unit roundoff 2^-104 that grows with every
-    step (4 operations of relative error 2^-103 at most; 64 is generous) and is added to float64's own.
+    step (4 operations of relative error 2^-103 at most; 64 is generous) and is added to float64's own. What underflows
+    is lost (less than 2^-1000 a step), and grows where transitions do: a third recursion carries that.
     """
     n, r = g.shape
     high, low = np.zeros((r, r)), np.zeros((r, r))
-    size = np.zeros((r, r))
+    size, lost = np.zeros((r, r)), np.zeros((r, r))
     square, error = np.empty(n), np.empty(n)
     for j in range(n - 1, -1, -1):
         sh, sl = dd.two_product(c[j], c[j])
-        magnitude = sh
+        magnitude, vanished = sh, 2.0**-1000
         for a in range(r):
             for b in range(a + 1):
                 if high[a, b] != 0.0 or low[a, b] != 0.0:
@@ -191,16 +192,20 @@ def _column_energies(c: Array, g: Array, decay: Array, q: Array) -> tuple[Array,
                     if a != b:
                         wh, wl = 2.0 * wh, 2.0 * wl
                     sh, sl = dd.add(sh, sl, wh, wl)
-                magnitude += (1.0 if a == b else 2.0) * abs(q[j, a] * q[j, b]) * size[a, b]
+                weight = (1.0 if a == b else 2.0) * abs(q[j, a] * q[j, b])
+                magnitude += weight * size[a, b]
+                vanished += weight * lost[a, b]
         square[j] = sh + sl
-        error[j] = 64.0 * (n - j + r * r) * 2.0**-104 * magnitude
+        error[j] = 64.0 * (n - j + r * r) * 2.0**-104 * magnitude + vanished
         for a in range(r):
             for b in range(a + 1):
                 dh, dl = dd.two_product(decay[j, a], decay[j, b])
                 dh, dl = dd.multiply(dh, dl, high[a, b], low[a, b])
                 gh, gl = dd.two_product(g[j, a], g[j, b])
                 high[a, b], low[a, b] = dd.add(dh, dl, gh, gl)
-                size[a, b] = abs(decay[j, a] * decay[j, b]) * size[a, b] + abs(g[j, a] * g[j, b])
+                growth = abs(decay[j, a] * decay[j, b])
+                size[a, b] = growth * size[a, b] + abs(g[j, a] * g[j, b])
+                lost[a, b] = growth * lost[a, b] + 2.0**-1000
     return square, error
 
 

@@ -56,6 +56,17 @@ WORKLOADS = {
 
 
 class TestStrategy:
+    def test_sensitivity_errs_high_where_the_gramian_vanishes_and_grows_back(self):
+        """Transitions of 2^43 for 13 steps, of 2^-43 for 13: product 1, but on its way the Gramian falls below 2^-1074.
+
+        The last row reads the first step through all of them, so column 0 holds 1 and 5: norm sqrt(26), exactly.
+        """
+        n = 28
+        c, g, decay, q = np.ones(n), np.zeros((n, 1)), np.ones((n, 1)), np.zeros((n, 1))
+        decay[1:14], decay[14:27] = 2.0**43, 2.0**-43
+        g[27], q[0] = 5, 1
+        assert BufferedStrategy(c, g, decay, q).sensitivity(single()) >= math.sqrt(26)
+
     @given(n=st.integers(2, 9), r=st.integers(1, 4), seed=st.integers(0, 99), single_precision=st.booleans())
     def test_dense_forms_are_those_of_the_definition(self, n, r, seed, single_precision):
         strategy = random_strategy(n, min(r, largest_buffers(n)), seed, np.float32 if single_precision else np.float64)
