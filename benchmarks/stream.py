@@ -187,7 +187,7 @@ def ours(d: int, out: Array, strategies: Any, kept: dict[str, float]) -> dict[st
         entries[f"mmfact {name}: next(out)"] = functools.partial(running.next, out)
         if made[0] == "buffered" and space == "gradient":
             entries[f"mmfact {name}: next()"] = running.next
-        kept[name] = sum(array.nbytes for array in running._stepper.held) / d
+        kept[name] = sum(array.nbytes for array in running._parts[""].stepper.held) / d
     return entries
 
 

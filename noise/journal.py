@@ -93,7 +93,7 @@ class Journal:
             if path.is_dir():
                 raise StateError(f"the journal {path} is a folder; give the path of a new file") from None
             raise StateError(
-                f"the journal {path} exists, so its run has begun: go on from its checkpoint with NoiseStream.restore, "
+                f"the journal {path} exists, so its run has begun: go on from its checkpoint with restore, "
                 "or give another path for a new run"
             ) from None
         except OSError as error:

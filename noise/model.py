@@ -162,14 +162,12 @@ class ModelNoise(Release):
 
     @classmethod
     def _remake(
-        cls, artifact: Artifact, state: dict[str, Any], shards: Mapping[str, Shard] | None, **common: Any
+        cls, artifact: Artifact, state: dict[str, Any], shards: Mapping[str, int | Shard] | None, **common: Any
     ) -> ModelNoise:
         known, held = state["tensors"], state["shards"]
-        if shards is not None:
-            shards = _named(shards)
-        else:
+        if shards is None:
             shards = {name: _shard(held.get(name, [total, 0]), total, dtype) for name, (total, dtype) in known.items()}
-        given = {name: [shard.total, shard.dtype] for name, shard in shards.items()}
+        given = {name: [shard.total, shard.dtype] for name, shard in _named(shards).items()}
         if given != known:
             changed = sorted(name for name in given.keys() | known.keys() if given.get(name) != known.get(name))
             raise StateError(

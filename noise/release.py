@@ -8,6 +8,7 @@ the step, the journal, states and their restoration, the participation check and
 from __future__ import annotations
 
 import copy
+import functools
 import hashlib
 import hmac
 import json
@@ -16,7 +17,7 @@ import secrets
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NoReturn, Self
@@ -151,6 +152,7 @@ class Release(ABC):
         scale = self.noise_multiplier * self.clip_norm * self.sensitivity
         for dtype in {dtype for _, dtype in tensors}:
             checks.check_range(scale, way, dtype)
+        elements = sum(size for size, _ in tensors)
         try:
             self._parts = {
                 name: self._part(
@@ -158,7 +160,7 @@ class Release(ABC):
                     shard,
                     NoiseSource(self.key, self.run, artifact.digest, name, np.dtype(shard.dtype)),
                     scale,
-                    way,
+                    replace(way, start=functools.partial(way.start, share=shard.size / elements)),
                 )
                 for name, shard in held.items()
             }
@@ -227,7 +229,7 @@ class Release(ABC):
             if self._journal is not None:
                 self._journal.issue(step + 1)
             self._place = (step + 1, skipped)  # before anything of the row can be seen
-            if self._check is not None:
+            if self._check is not None and ids is not None:
                 try:
                     self._check.admit(step, ids)
                 except Exception:
@@ -357,7 +359,7 @@ class Release(ABC):
         resume: str | None,
         journal: str | Path | None,
         threads: int | None,
-        shards: Mapping[str, Shard] | None = None,
+        shards: Mapping[str, int | Shard] | None = None,
         leading: bool = True,
         **own: Any,
     ) -> Self:
@@ -438,7 +440,7 @@ class Release(ABC):
             if opened is not None:
                 opened.resume(step, resume, reissued or 0)
                 stream._journal, opened = opened, None
-        except (KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise StateError(
                 f"the state is damaged or not a stream's state ({error!r}); use another checkpoint"
             ) from error
@@ -480,7 +482,7 @@ class Release(ABC):
     @classmethod
     @abstractmethod
     def _remake(
-        cls, artifact: Artifact, state: dict[str, Any], shards: Mapping[str, Shard] | None, **common: Any
+        cls, artifact: Artifact, state: dict[str, Any], shards: Mapping[str, int | Shard] | None, **common: Any
     ) -> Self:
         """A stream as `state` describes it, at step 0."""
 

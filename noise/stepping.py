@@ -8,6 +8,7 @@ that was left behind catches up at the next row. Steppers only go forward.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -59,7 +60,8 @@ class Stepping:
         (dtype) -> bytes an element that are kept between steps. Histories that are drawn again where memory ends are
         not counted.
     start : callable
-        (scale, size, dtype) -> Stepper; rows are multiplied by `scale`, buffers are held in `dtype`.
+        (scale, size, dtype, share=1.0) -> Stepper; rows are multiplied by `scale`, buffers are held in `dtype`, and
+        white rows are kept in that share of `HISTORY_BYTES`. Steppers of one artifact share its coefficients.
     """
 
     sensitivity: float
@@ -68,7 +70,7 @@ class Stepping:
     largest_buffer: float
     amplification: float
     memory: Callable[[np.dtype[Any]], int]
-    start: Callable[[float, int, np.dtype[Any]], Stepper]
+    start: Callable[..., Stepper]
 
 
 # A model has many tensors, each with a stream of one artifact: what is computed from its coefficients, which cannot
@@ -112,7 +114,7 @@ def _by_rows(artifact: Artifact, space: str) -> Stepping:
         largest_buffer=0.0,
         amplification=dense.amplification(),  # of a row when it is rounded at last
         memory=lambda dtype: 0,
-        start=lambda scale, size, dtype: DenseStepper(rows * scale, size, dtype),
+        start=functools.partial(DenseStepper, rows),
     )
 
 
@@ -128,7 +130,7 @@ def _by_rows_optimized(strategy: DenseStrategy, artifact: Artifact) -> Stepping:
         largest_buffer=0.0,
         amplification=strategy.amplification(),
         memory=lambda dtype: 8 * gain.shape[1],
-        start=lambda scale, size, dtype: DenseOptimizerStepper(streaming.rows * scale, transition, gain, size, dtype),
+        start=functools.partial(DenseOptimizerStepper, streaming.rows, transition, gain),
     )
 
 
@@ -141,7 +143,7 @@ def _by_buffers(strategy: BufferedStrategy, participation: Participation) -> Ste
         largest_buffer=strategy.largest_buffer(),
         amplification=strategy.amplification(),
         memory=lambda dtype: strategy.buffers * dtype.itemsize,
-        start=lambda scale, size, dtype: BufferedStepper(strategy, scale, size, dtype),
+        start=functools.partial(BufferedStepper, _widened(strategy)),
     )
 
 
@@ -154,7 +156,7 @@ def _by_band(strategy: BandedLowRankStrategy, participation: Participation) -> S
         largest_buffer=1.0,
         amplification=0.0,  # its sums are float64 whatever the stream's precision
         memory=lambda dtype: strategy.bandwidth * dtype.itemsize + 8 * strategy.rank,
-        start=lambda scale, size, dtype: BandedStepper(strategy, scale, size, dtype),
+        start=functools.partial(BandedStepper, _widened(strategy)),
     )
 
 
@@ -167,7 +169,7 @@ def _optimized(way: Stepping, strategy: BufferedStrategy, artifact: Artifact) ->
         smallest=way.smallest * float(np.abs(gain[:, -1]).min()),
         largest=max_error / way.sensitivity,
         memory=lambda dtype: way.memory(dtype) + 8 * gain.shape[1],
-        start=lambda scale, size, dtype: OptimizerStepper(strategy, transition, gain, scale, size, dtype),
+        start=functools.partial(OptimizerStepper, _widened(strategy), transition, gain),
     )
 
 
@@ -180,8 +182,13 @@ def _differenced(way: Stepping, strategy: BandedLowRankStrategy, workload: Workl
         smallest=smallest,
         largest=largest,
         memory=lambda dtype: way.memory(dtype) + 8 * len(bands),
-        start=lambda scale, size, dtype: DifferenceStepper(strategy, bands, scale, size, dtype),
+        start=functools.partial(DifferenceStepper, _widened(strategy), np.ascontiguousarray(bands.T)),
     )
+
+
+def _widened(strategy: BufferedStrategy | BandedLowRankStrategy) -> tuple[Array, ...]:
+    """The stored coefficients, exactly, in the precision in which steps compute."""
+    return tuple(array.astype(np.float64) for array in strategy.coefficients().values())
 
 
 class Stepper(ABC):
@@ -251,18 +258,19 @@ class RecursiveStepper(Stepper):
 class BufferedStepper(RecursiveStepper):
     """The recursion of the buffered strategy: buffers in the stream's precision."""
 
-    def __init__(self, strategy: BufferedStrategy, scale: float, size: int, dtype: np.dtype[Any]) -> None:
+    def __init__(
+        self, coefficients: tuple[Array, ...], scale: float, size: int, dtype: np.dtype[Any], share: float = 1.0
+    ) -> None:
         super().__init__(size, dtype)
-        c, *self._rest = (array.astype(np.float64) for array in strategy.coefficients().values())
-        self._inverse = 1 / c
+        self._c, *self._rest = coefficients
         self._scale = scale
-        self._buffers = np.zeros((strategy.buffers, size), dtype)
+        self._buffers = np.zeros((self._rest[0].shape[1], size), dtype)
         self.held = (self._buffers,)
 
     def _take(self, step: int, block: int, first: int, white: Row, out: Row) -> None:
         g, decay, q = self._rest
         kernels.buffered(
-            white, self._inverse[step], g[step], decay[step], q[step], self._buffers, first, self._scale, out,
+            white, 1 / self._c[step], g[step], decay[step], q[step], self._buffers, first, self._scale, out,
             self.done, block,
         )  # fmt: skip
 
@@ -271,9 +279,10 @@ class OptimizerStepper(BufferedStepper):
     """Its iterate-space rows: the optimizer run over them, its state in float64."""
 
     def __init__(
-        self, strategy: BufferedStrategy, transition: Array, gain: Array, scale: float, size: int, dtype: np.dtype[Any]
-    ) -> None:
-        super().__init__(strategy, scale, size, dtype)
+        self, coefficients: tuple[Array, ...], transition: Array, gain: Array, scale: float, size: int,
+        dtype: np.dtype[Any], share: float = 1.0,
+    ) -> None:  # fmt: skip
+        super().__init__(coefficients, scale, size, dtype)
         self._transition, self._gain = transition, gain
         self._state = np.zeros((gain.shape[1], size))
         self.held = (self._buffers, self._state)
@@ -281,7 +290,7 @@ class OptimizerStepper(BufferedStepper):
     def _take(self, step: int, block: int, first: int, white: Row, out: Row) -> None:
         g, decay, q = self._rest
         kernels.buffered_iterates(
-            white, self._inverse[step], g[step], decay[step], q[step], self._buffers, self._transition[step],
+            white, 1 / self._c[step], g[step], decay[step], q[step], self._buffers, self._transition[step],
             self._gain[step], self._state, first, self._scale, out, self.done, block,
         )  # fmt: skip
 
@@ -292,14 +301,14 @@ class BandedStepper(RecursiveStepper):
     The sums are float64: `DifferenceStepper` would show what a shorter format rounds away.
     """
 
-    def __init__(self, strategy: BandedLowRankStrategy, scale: float, size: int, dtype: np.dtype[Any]) -> None:
+    def __init__(
+        self, coefficients: tuple[Array, ...], scale: float, size: int, dtype: np.dtype[Any], share: float = 1.0
+    ) -> None:
         super().__init__(size, dtype)
-        self._band, self._left, self._right = (
-            array.astype(np.float64) for array in (strategy.band, strategy.left, strategy.right)
-        )
+        self._band, self._left, self._right = coefficients
         self._scale = scale
-        self._ring = np.zeros((strategy.bandwidth, size), dtype)
-        self._sums = np.zeros((strategy.rank, size))
+        self._ring = np.zeros((self._band.shape[1], size), dtype)
+        self._sums = np.zeros((self._left.shape[1], size))
         self.held = (self._ring, self._sums)
 
     def _take(self, step: int, block: int, first: int, white: Row, out: Row) -> None:
@@ -314,11 +323,12 @@ class DifferenceStepper(BandedStepper):
     """Its gradient-space rows: A^-1, banded, applied to the last few, which are kept in float64."""
 
     def __init__(
-        self, strategy: BandedLowRankStrategy, bands: Array, scale: float, size: int, dtype: np.dtype[Any]
-    ) -> None:
-        super().__init__(strategy, scale, size, dtype)
-        self._bands = np.ascontiguousarray(bands.T)
-        self._last = np.zeros((len(bands), size))
+        self, coefficients: tuple[Array, ...], bands: Array, scale: float, size: int, dtype: np.dtype[Any],
+        share: float = 1.0,
+    ) -> None:  # fmt: skip
+        super().__init__(coefficients, scale, size, dtype)
+        self._bands = bands
+        self._last = np.zeros((bands.shape[1], size))
         self.held = (self._ring, self._sums, self._last)
 
     def _take(self, step: int, block: int, first: int, white: Row, out: Row) -> None:
@@ -332,10 +342,11 @@ class DifferenceStepper(BandedStepper):
 class DenseStepper(Stepper):
     """Rows of a matrix times all white rows so far, which are kept while memory lasts and else drawn again."""
 
-    def __init__(self, rows: Array, size: int, dtype: np.dtype[Any]) -> None:
+    def __init__(self, rows: Array, scale: float, size: int, dtype: np.dtype[Any], share: float = 1.0) -> None:
         super().__init__(size, dtype)
-        self._rows = rows
-        self._history = np.empty((min(len(rows), HISTORY_BYTES // (size * dtype.itemsize)), size), dtype)
+        self._rows, self._scale = rows, scale
+        kept = int(HISTORY_BYTES * share) // (size * dtype.itemsize)
+        self._history = np.empty((min(len(rows), kept), size), dtype)
         self._kept = np.zeros(len(self.done), np.int64)  # white rows in the history, for each block
 
     def catch_up(self, step: int, draw: Draw, workers: Workers) -> None:
@@ -347,7 +358,7 @@ class DenseStepper(Stepper):
 
     def _sum(self, block: int, first: int, step: int, draw: Draw, count: int) -> Array:
         """Row `step` of one block, in float64."""
-        white, total, weights = np.empty((1, count), self._dtype), np.zeros(count), self._rows[step]
+        white, total, weights = np.empty((1, count), self._dtype), np.zeros(count), self._rows[step] * self._scale
         kept = min(int(self._kept[block]), step + 1)
         kernels.accumulate(weights[:kept], self._history, first, total)
         for past in range(kept, step + 1):
@@ -361,8 +372,11 @@ class DenseStepper(Stepper):
 class DenseOptimizerStepper(DenseStepper):
     """Its iterate-space rows: the optimizer run over them, its state in float64."""
 
-    def __init__(self, rows: Array, transition: Array, gain: Array, size: int, dtype: np.dtype[Any]) -> None:
-        super().__init__(rows, size, dtype)
+    def __init__(
+        self, rows: Array, transition: Array, gain: Array, scale: float, size: int, dtype: np.dtype[Any],
+        share: float = 1.0,
+    ) -> None:  # fmt: skip
+        super().__init__(rows, scale, size, dtype, share)
         self._transition, self._gain = transition, gain
         self._state = np.zeros((gain.shape[1], size))
         self.held = (self._state,)

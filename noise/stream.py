@@ -202,7 +202,7 @@ class NoiseStream(Release):
 
     @classmethod
     def _remake(
-        cls, artifact: Artifact, state: dict[str, Any], shards: Mapping[str, Shard] | None, **common: Any
+        cls, artifact: Artifact, state: dict[str, Any], shards: Mapping[str, int | Shard] | None, **common: Any
     ) -> NoiseStream:
         own = {name: state[name] for name in ("name", "offset", "total", "dtype")}
         return cls(artifact, state["size"], **own, **common)

@@ -106,7 +106,7 @@ def test_an_absurd_size_is_refused_before_allocating(size: int, stream: Any) -> 
 def test_a_size_beyond_the_machine_says_how_much_and_what_to_do(stream: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a machine of 1 MiB (so simulated) a row of 10^6 elements is refused."""
     stream()
-    monkeypatch.setattr("mmfact.noise.stream.os.sysconf", lambda name: 1024)
+    monkeypatch.setattr("mmfact.factorize.machine.os.sysconf", lambda name: 1024)
     with pytest.raises(CapacityError, match=r"GiB.*shards"):
         stream(size=10**6)
     assert stream(size=100).next().shape == (100,)
@@ -233,6 +233,7 @@ def test_any_number_of_threads_up_to_64_will_do(threads: Any, stream: Any) -> No
 
 PUBLIC = (
     "artifact",
+    "checks_participation",
     "clip_norm",
     "dtype",
     "horizon",

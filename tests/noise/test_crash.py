@@ -150,7 +150,7 @@ def test_killed_at_random_moments(mode: str, long_artifact: Artifact, tmp_path: 
 
 
 def test_killed_at_lines_in_turn(built: Any, tmp_path: Path) -> None:
-    """Before every second line of journal.py, and of what issues and restores in stream.py, of a life after a crash.
+    """Before every second line of journal.py, and of what issues and restores in release.py, of a life after a crash.
 
     It restores with the declaration, issues rows, saves, commits and skips; the next life goes on to the end, and each
     of the runs must hold together. Some restart clean, since their end came right after a commit.

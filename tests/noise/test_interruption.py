@@ -1,8 +1,8 @@
 """Ctrl-C at any point of a step: no row comes twice, none is wrong afterwards, and the stream's lock is free.
 
 The row is lost and its step spent, or neither has happened. Two ways: an exception raised before every line and at
-every return of stepping.py, stream.py, source.py, workers.py and journal.py in turn (as the interpreter does for a
-signal), and real signals at random moments. Rows are one block, or several that two threads share.
+every return of release.py, stream.py, stepping.py, source.py, workers.py and journal.py in turn (as the interpreter
+does for a signal), and real signals at random moments. Rows are one block, or several that two threads share.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 
 from mmfact.factorize.errors import StateError
-from mmfact.noise import NoiseStream, journal, source, stepping, workers
+from mmfact.noise import NoiseStream, journal, release, source, stepping, workers
 from mmfact.noise import stream as stream_module
 from mmfact.noise.source import NoiseSource
 
@@ -30,7 +30,7 @@ STEPS = 12
 NOP = dis.opmap["NOP"]
 FILES = {
     module.__file__: Path(str(module.__file__)).read_text().splitlines()
-    for module in (stepping, stream_module, source, workers, journal)
+    for module in (stepping, release, stream_module, source, workers, journal)
 }
 
 strategies = pytest.mark.parametrize("strategy", ["dense", "buffered", "banded-low-rank"])
@@ -53,9 +53,9 @@ def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 def helpers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The threads besides the main one that are drawing or stepping at this moment."""
     active: list[int] = []
-    real = stepping.Stepper.row
+    real = stepping.Stepper.piece
 
-    def row(self: Any, step: int, draw: Any, out: Any, crew: Any) -> None:
+    def piece(self: Any, step: int, block: int, draw: Any, out: Any) -> None:
         def counted(*given: Any) -> None:
             if threading.get_ident() == threading.main_thread().ident:
                 return draw(*given)
@@ -65,9 +65,9 @@ def helpers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             finally:
                 active.remove(threading.get_ident())
 
-        real(self, step, counted, out, crew)
+        real(self, step, block, counted, out)
 
-    monkeypatch.setattr(stepping.Stepper, "row", row)
+    monkeypatch.setattr(stepping.Stepper, "piece", piece)
     return active
 
 
@@ -159,6 +159,52 @@ def test_interrupted_before_each_line(
         following = run.step
         np.testing.assert_array_equal(rows_of(run), expected[following:])
     assert at > 15  # the tracer did see the code
+
+
+@strategies
+@both_spaces
+@pytest.mark.parametrize("way", ["fresh", "skipped"])
+@one_block_and_several
+def test_a_sum_is_interrupted_before_each_line(
+    strategy: str,
+    space: str,
+    way: str,
+    size: int,
+    threads: int,
+    built: Any,
+    stream: Any,
+    rows_of: Any,
+    helpers: list[int],
+) -> None:
+    """`add_to`: every element of the sum has its own noise of this very step or none, never any other, and never twice.
+
+    Once one has, the step is spent; all later rows are undisturbed.
+    """
+    artifact = built(strategy, "float32", "ema").artifact
+    options = {"space": space, "run": bytes(16)}
+    expected = rows_of(stream(artifact, size, threads=1, **options))
+    sums = np.random.default_rng(3).standard_normal(size).astype(np.float32) * 100
+    misses = partly = 0
+    for at in range(threads, 10_000, 1 if threads == 1 else 3):
+        run = advanced(stream(artifact, size, threads=threads, **options), way)
+        step, noisy = run.step, sums.copy()
+        hit, _ = interrupted(at, lambda run=run, noisy=noisy: run.add_to(noisy))
+        assert not helpers, f"point {at}: a helper is still at work"
+        assert not run._lock.locked()
+        assert run.step in (step, step + 1)
+        done = noisy == sums + expected[step]
+        assert (done | (noisy == sums)).all()
+        assert not (done.any() and run.step == step), f"point {at}: noise is out, and would be issued again"
+        partly += hit and done.any()
+        following = run.step
+        np.testing.assert_array_equal(rows_of(run), expected[following:])
+        if not hit:
+            assert done.all()
+            misses += 1
+            if misses == threads:
+                break
+    assert at > 15
+    assert partly
 
 
 @strategies
@@ -425,5 +471,14 @@ def test_the_tracer_sees_every_line(built: Any, stream: Any) -> None:
         run.next()
     finally:
         sys.settrace(before)
-    wanted = [(stream_module, "next"), (stepping, "row"), (stepping, "_take"), (workers, "run"), (source, "fill")]
+    wanted = [
+        (stream_module, "next"),
+        (release, "_issue"),
+        (release, "piece"),
+        (release, "draw"),
+        (stepping, "piece"),
+        (stepping, "_take"),
+        (workers, "run"),
+        (source, "fill"),
+    ]
     assert {(module.__file__, name) for module, name in wanted} <= seen

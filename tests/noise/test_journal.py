@@ -24,6 +24,7 @@ import pytest
 from mmfact.factorize.errors import HorizonError, MmfactError, StateError
 from mmfact.noise import NoiseKey, NoiseStream
 from mmfact.noise import journal as journal_module
+from mmfact.noise import release as release_module
 from mmfact.noise import stream as stream_module
 from mmfact.noise.source import NoiseSource
 from mmfact.noise.stepping import Stepper
@@ -265,14 +266,14 @@ def test_a_folder_that_cannot_be_synced(runs: Runs, monkeypatch: pytest.MonkeyPa
 def test_the_line_comes_before_the_row(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
     """At the moment a row begins to be made, its line is in the file and the step is spent."""
     seen: list[tuple[int, int, int]] = []
-    real = Stepper.row
+    real = Stepper.piece
 
-    def row(self: Any, step: int, draw: Any, out: Any, workers: Any) -> None:
+    def piece(self: Any, step: int, block: int, draw: Any, out: Any) -> None:
         assert np.isnan(out).all()
         seen.append((step, records(runs.path)[-1]["issued"], made.step))
-        real(self, step, draw, out, workers)
+        real(self, step, block, draw, out)
 
-    monkeypatch.setattr(Stepper, "row", row)
+    monkeypatch.setattr(Stepper, "piece", piece)
     made = runs.start()
     for _ in range(STEPS):
         made.next(np.full(SIZE, np.nan, np.float32))
@@ -284,13 +285,13 @@ def test_what_is_written_through_to_the_disk(runs: Runs, disk: Disk, monkeypatch
     made = runs.start()
     assert disk.syncs == 1
     at_row: list[int] = []
-    real = Stepper.row
+    real = Stepper.piece
 
-    def row(self: Any, *given: Any) -> None:
+    def piece(self: Any, *given: Any) -> None:
         at_row.append(disk.kept(runs.path))
         real(self, *given)
 
-    monkeypatch.setattr(Stepper, "row", row)
+    monkeypatch.setattr(Stepper, "piece", piece)
 
     def syncs(call: Callable[[], Any]) -> int:
         before = disk.syncs
@@ -1020,7 +1021,8 @@ def test_a_failure_that_cannot_be_undone(runs: Runs, disk: Disk, monkeypatch: py
 # Ctrl-C.
 
 FILES = {
-    module.__file__: Path(str(module.__file__)).read_text().splitlines() for module in (journal_module, stream_module)
+    module.__file__: Path(str(module.__file__)).read_text().splitlines()
+    for module in (journal_module, release_module, stream_module)
 }
 
 
@@ -1034,7 +1036,7 @@ def dying(frame: types.FrameType | None) -> bool:
 
 
 def interrupted(at: int, call: Callable[[], Any]) -> bool:
-    """Whether `call` was interrupted before its `at`-th line, or return, in journal.py and stream.py.
+    """Whether `call` was interrupted before its `at`-th line, or return, in journal.py, release.py and stream.py.
 
     `with` lines are left out: a tracer sees them again between body and release, where no signal is ever handled.
     """
@@ -1218,7 +1220,7 @@ def test_any_sequence_of_events(seed: int, runs: Runs, disk: Disk, monkeypatch: 
     Every row is that of an undisturbed stream, none comes twice without a declaration on record, what is allowed is
     what the model allows, and the ledger says what happened.
     """
-    monkeypatch.setattr(stream_module, "version", lambda name: name)  # for the ledger; to look it up takes longest
+    monkeypatch.setattr(release_module, "version", lambda name: name)  # for the ledger; to look it up takes longest
     random = np.random.default_rng(seed)
     restarts = {"clean": 0, "declared": 0, "refused": 0}
     expected = None

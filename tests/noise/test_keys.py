@@ -71,7 +71,7 @@ def test_nothing_that_is_printed_or_saved_holds_the_secret(secret_stream: NoiseS
     state = secret_stream.state_dict()
     restored = NoiseStream.restore(secret_stream.artifact, state, key=secret_key, resume="unpublished")
     for made in (secret_stream, restored):
-        for seen in (made, vars(made), made.state_dict(), made.ledger(), made.key, [made.key], made._source):
+        for seen in (made, vars(made), made.state_dict(), made.ledger(), made.key, [made.key], made._parts[""].source):
             assert not leaks(seen)
             assert not leaks(repr(seen))
             assert not leaks(f"{seen}")
@@ -92,9 +92,9 @@ def test_no_file_or_state_holds_what_the_noise_is_made_of(
     secrets, seen = [SECRET], []
     for _ in range(5):
         row = made.next()
-        source = made._source
-        secrets += [source._pseudorandom_key, source._subkeys(made.step - 1)[:32], source._subkeys(made.step - 1)[32:]]
-        secrets += [row.tobytes(), *(part.tobytes() for part in made._stepper.held[0])]
+        source = made._parts[""].source
+        secrets += [source._pseudorandom_key, source.subkeys(made.step - 1)[:32], source.subkeys(made.step - 1)[32:]]
+        secrets += [row.tobytes(), *(part.tobytes() for part in made._parts[""].stepper.held[0])]
         state = made.state_dict()
         made.commit()
         seen += [pickle.dumps(state), pickle.dumps(made.ledger()), *state["buffers"]]
@@ -168,14 +168,14 @@ def test_keys_sources_and_streams_are_not_pickled(
     protocol: int, secret_stream: NoiseStream, secret_key: NoiseKey
 ) -> None:
     """A pickle in a checkpoint would carry the key; one in a worker process would issue rows twice."""
-    for thing in (secret_key, secret_stream, secret_stream._source, {"optimizer": [secret_stream]}):
+    for thing in (secret_key, secret_stream, secret_stream._parts[""].source, {"optimizer": [secret_stream]}):
         with pytest.raises(StateError):
             pickle.dumps(thing, protocol)
 
 
 def test_keys_sources_and_streams_are_not_copied(secret_stream: NoiseStream, secret_key: NoiseKey) -> None:
     """Two copies of a stream would issue the same rows."""
-    for thing in (secret_key, secret_stream, secret_stream._source):
+    for thing in (secret_key, secret_stream, secret_stream._parts[""].source):
         for duplicate in (copy.copy, copy.deepcopy):
             with pytest.raises(StateError):
                 duplicate(thing)

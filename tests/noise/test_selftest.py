@@ -32,10 +32,11 @@ from mmfact.factorize.participation import single
 from mmfact.factorize.strategy.buffered import BufferedStrategy
 from mmfact.factorize.strategy.dense import DenseStrategy
 from mmfact.noise import NoiseKey, NoiseStream
+from mmfact.noise import release as stream_module
 from mmfact.noise import selftest as module
 from mmfact.noise import source as source_module
 from mmfact.noise import stepping as stepping_module
-from mmfact.noise import stream as stream_module
+from mmfact.noise.release import _Part
 from mmfact.noise.selftest import Check, selftest
 from mmfact.noise.source import NoiseSource
 from mmfact.noise.stepping import BLOCK, BandedStepper, BufferedStepper, DenseStepper, OptimizerStepper
@@ -242,8 +243,11 @@ def after(patch: pytest.MonkeyPatch, kind: type, change: Callable[[Any], None]) 
     """`change` every stepper of a kind when it has been made."""
     made = kind.__init__
 
-    def init(self: Any, *arguments: Any) -> None:
-        made(self, *arguments)
+    def init(self: Any, *arguments: Any, **options: Any) -> None:
+        copied = [  # coefficients belong to the artifact, not to the stepper that is changed
+            tuple(part.copy() for part in given) if isinstance(given, tuple) else given for given in arguments
+        ]
+        made(self, *copied, **options)
         change(self)
 
     patch.setattr(kind, "__init__", init)
@@ -317,24 +321,24 @@ def a_row_repeated(patch: pytest.MonkeyPatch) -> None:
 
 @fault("pairs of steps")
 def two_white_rows_equal(patch: pytest.MonkeyPatch) -> None:
-    right = NoiseSource._subkeys
-    patch.setattr(NoiseSource, "_subkeys", lambda self, step: right(self, 4 if step == 7 else step))
+    right = NoiseSource.subkeys
+    patch.setattr(NoiseSource, "subkeys", lambda self, step: right(self, 4 if step == 7 else step))
 
 
 @fault("pairs of steps", "lags of steps")
 def all_white_rows_equal(patch: pytest.MonkeyPatch) -> None:
-    right = NoiseSource._subkeys
-    patch.setattr(NoiseSource, "_subkeys", lambda self, step: right(self, 0))
+    right = NoiseSource.subkeys
+    patch.setattr(NoiseSource, "subkeys", lambda self, step: right(self, 0))
 
 
 @fault("shards", "lags of elements")
 def every_block_of_elements_the_first(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(NoiseStream, "_draw", lambda self, step, first, out: self._source.fill(step, self.offset, out))
+    patch.setattr(_Part, "draw", lambda self, step, first, out: self.source.fill(step, self.shard.offset, out))
 
 
 @fault("shards")
 def offset_of_a_shard_ignored(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(NoiseStream, "_draw", lambda self, step, first, out: self._source.fill(step, first, out))
+    patch.setattr(_Part, "draw", lambda self, step, first, out: self.source.fill(step, first, out))
 
 
 @fault("shards", "lags of elements")
@@ -374,7 +378,7 @@ def several_threads_give_one_last_bit_more(patch: pytest.MonkeyPatch) -> None:
 
 def white(self: Any, block: int, first: int, to: int, draw: Any, out: Any) -> None:
     draw(to - 1, first, out)
-    out *= getattr(self, "_scale", None) or self._rows[0, 0]
+    out *= getattr(self, "_scale", 1) * (self._rows[0, 0] if isinstance(self, DenseStepper) else 1)
 
 
 @fault("lags of steps", "pairs of steps")
@@ -408,6 +412,7 @@ def the_other_sign_of_one_coefficient_of_a_buffer(patch: pytest.MonkeyPatch) -> 
 @fault("pairs of steps", strategy="dense")
 def the_other_sign_of_one_coefficient_of_a_row(patch: pytest.MonkeyPatch) -> None:
     def change(stepper: Any) -> None:
+        stepper._rows = stepper._rows.copy()
         stepper._rows[5, 4] *= -1
 
     after(patch, DenseStepper, change)
@@ -520,7 +525,7 @@ def a_restored_stream_a_step_too_early(patch: pytest.MonkeyPatch) -> None:
     def early(cls: Any, *arguments: Any, **options: Any) -> Any:
         stream = restore(cls, *arguments, **options)
         stream._place = (stream.step - 1, 0)
-        stream._stepper.start_at(stream.step)
+        stream._parts[""].stepper.start_at(stream.step)
         return stream
 
     patch.setattr(NoiseStream, "restore", classmethod(early))
@@ -537,7 +542,7 @@ def a_restored_stream_under_a_new_nonce(patch: pytest.MonkeyPatch) -> None:
 
     def other(cls: Any, *arguments: Any, **options: Any) -> Any:
         stream = restore(cls, *arguments, **options)
-        stream._source = NoiseSource(stream.key, bytes(16), "00" * 32, stream.name, stream.dtype)
+        stream._parts[""].source = NoiseSource(stream.key, bytes(16), "00" * 32, stream.name, stream.dtype)
         return stream
 
     patch.setattr(NoiseStream, "restore", classmethod(other))

@@ -41,6 +41,8 @@ FIELDS = (
     "clip_norm",
     "resumes",
     "journal",
+    "shards",
+    "participation",
     "signature",
 )
 
@@ -166,7 +168,7 @@ def test_another_key_is_refused(state: dict[str, Any], restore: Any) -> None:
         restore(state, key=NoiseKey.insecure_from_seed(5))
 
 
-@pytest.mark.parametrize("found", [0, 1, 3, "2", None, 2.5, True])
+@pytest.mark.parametrize("found", [0, 1, 2, 4, "3", None, 3.5, True])
 def test_another_version_is_refused(found: Any, state: dict[str, Any], restore: Any, signed: Any) -> None:
     """A layout of before or later must not be guessed at, even where the key's holder signed it."""
     for altered in ({**state, "version": found}, signed({**state, "version": found})):
@@ -241,6 +243,11 @@ def test_a_field_that_cannot_be_is_refused(
         ("resumes", {}),
         ("journal", True),
         ("journal", None),
+        ("shards", {"": [3, 7]}),
+        ("shards", {}),
+        ("participation", "00" * 32),
+        ("participation", ""),
+        ("ids", b""),
         ("signature", ""),
         ("signature", "00" * 32),
         ("signature", "é"),
@@ -367,7 +374,7 @@ def test_the_ledger_says_what_a_signer_needs(case: Any, stream: Any) -> None:
     expected = {
         "artifact": artifact.digest,
         "workload": artifact.workload.spec(),
-        "participation": "single",
+        "participation": {"schema": "single", "checked": False},
         "noise_multiplier": 1.3,
         "clip_norm": 0.7,
         "sensitivity": made.sensitivity,
@@ -572,7 +579,7 @@ def test_a_piece_may_end_anywhere(
     made = stream(artifact, 5, space="gradient", run=bytes(16))
     rows_of(made, 4)
     expected = rows_of(stream(artifact, 5, space="gradient", run=bytes(16)))[4:]
-    lengths = [array.nbytes for array in made._stepper.held]
+    lengths = [array.nbytes for array in made._parts[""].stepper.held]
     for piece in (1, 7, 40, 60, 1 << 26):
         monkeypatch.setattr(state_module, "_PIECE", piece)
         state = made.state_dict()
@@ -584,9 +591,9 @@ def test_the_sealed_buffers_do_not_show_them(sealed: Any) -> None:
     """Who reads a checkpoint must not learn past noise: no 4 bytes of a buffer in place, no run of 8 anywhere."""
     _, made = sealed
     state = made.state_dict()
-    held = made._stepper.held[0].tobytes()
+    held = made._parts[""].stepper.held[0].tobytes()
     assert len(held) == 3 * 16 * 4
-    assert np.count_nonzero(made._stepper.held[0]) == 3 * 16
+    assert np.count_nonzero(made._parts[""].stepper.held[0]) == 3 * 16
     boxes = b"|".join(state["buffers"])
     assert not any(held[i : i + 8] in boxes for i in range(len(held) - 7))
     for number, box in enumerate(state["buffers"]):
@@ -615,7 +622,7 @@ def test_the_seal_is_the_documented_one(sealed: Any, key: NoiseKey) -> None:
         ChaCha20Poly1305(derived).decrypt(box[:12], box[12:], f"{state['signature']} {number}".encode())
         for number, box in enumerate(state["buffers"])
     ]
-    assert b"".join(opened) == made._stepper.held[0].tobytes()
+    assert b"".join(opened) == made._parts[""].stepper.held[0].tobytes()
 
 
 def refused_or_replayed(state: dict[str, Any], expected: Any, restore: Any, rows_of: Any, **options: Any) -> None:

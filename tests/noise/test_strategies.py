@@ -25,7 +25,7 @@ from mmfact.factorize.strategy.banded_low_rank import BandedLowRankStrategy
 from mmfact.factorize.strategy.buffered import BufferedStrategy
 from mmfact.noise import NoiseStream
 from mmfact.noise.source import NoiseSource
-from mmfact.noise.stepping import BLOCK, stepping
+from mmfact.noise.stepping import BLOCK, Stepper, stepping
 from mmfact.noise.workers import Workers
 from mmfact.store.format import from_factorization
 
@@ -240,6 +240,11 @@ def test_a_restored_stream_continues_bit_for_bit(
             np.testing.assert_array_equal(rows_of(thrice).reshape(-1, 5), np.array(rows[step + 1 :]).reshape(-1, 5))
 
 
+def take(stepper: Stepper, step: int, draw: Any, out: Any, workers: Workers) -> None:
+    """One row, as a release takes it."""
+    workers.run(lambda block: stepper.piece(step, block, draw, out[stepper.span(block)]), stepper.blocks)
+
+
 @strategies
 @two_workloads
 @both_spaces
@@ -266,7 +271,7 @@ def test_a_stepper_catches_up_with_blocks_left_behind(
     whole, out = way.start(0.9, 7, precision), np.empty(7, dtype)
     rows, held = [], [tuple(array.copy() for array in whole.held)]
     for step in range(STEPS):
-        whole.row(step, source.fill, out, alone)
+        whole.piece(step, 0, source.fill, out)
         rows.append(out.copy())
         held.append(tuple(array.copy() for array in whole.held))
 
@@ -286,11 +291,11 @@ def test_a_stepper_catches_up_with_blocks_left_behind(
 
             out = np.full(7, np.nan, dtype)
             if happens == "row":
-                stepper.row(step, source.fill, out, Workers(int(random.integers(1, 4))))
+                take(stepper, step, source.fill, out, Workers(int(random.integers(1, 4))))
                 np.testing.assert_array_equal(out, rows[step])
             elif happens == "failure":
                 with pytest.raises(MemoryError):
-                    stepper.row(step, draw, out, alone)
+                    take(stepper, step, draw, out, alone)
                 np.testing.assert_array_equal(out[:fails], rows[step][:fails])
             elif happens in ("saved", "moved"):
                 stepper.catch_up(step, source.fill, alone)
@@ -675,7 +680,7 @@ def test_buffers_count_as_memory(
     width = np.dtype(dtype).itemsize
     size = (1 << 20) // (8 + (1 + artifact.strategy.buffers) * width)
     stream(artifact, size, dtype=dtype)
-    monkeypatch.setattr("mmfact.noise.stream.os.sysconf", lambda name: 1024)
+    monkeypatch.setattr("mmfact.factorize.machine.os.sysconf", lambda name: 1024)
     with pytest.raises(CapacityError, match=r"buffers.*shards"):
         stream(artifact, size, dtype=dtype)
     assert stream(artifact, size // 4, dtype=dtype).next().shape == (size // 4,)
@@ -733,17 +738,17 @@ def test_what_the_memory_check_counts_is_what_is_held(
     stream(artifact, 8, **options).next()
     counted = []
     monkeypatch.setattr(
-        "mmfact.noise.stream._check_memory",
-        lambda *given, check=sys.modules["mmfact.noise.stream"]._check_memory: (counted.append(given), check(*given)),
+        "mmfact.noise.checks.check_memory",
+        lambda *given, check=sys.modules["mmfact.noise.checks"].check_memory: (counted.append(given), check(*given)),
     )
     _, peak = held_by(lambda: stream(artifact, size, **options))
     assert len(counted) == 1
     smallest = 1  # bytes of memory for which the check passes, by bisection
     low, high = 1, 1 << 40
-    check: Callable[..., None] = sys.modules["mmfact.noise.stream"]._check_memory
+    check: Callable[..., None] = sys.modules["mmfact.noise.checks"].check_memory
     while low < high:
         smallest = (low + high) // 2
-        monkeypatch.setattr("mmfact.noise.stream.os.sysconf", lambda name, b=smallest: b if "PAGES" in name else 1)
+        monkeypatch.setattr("mmfact.factorize.machine.os.sysconf", lambda name, b=smallest: b if "PAGES" in name else 1)
         try:
             check(*counted[0])
             high = smallest
@@ -779,7 +784,7 @@ def test_memory_that_is_not_held_is_not_counted(
     simulated) has room for 100 bytes an element.
     """
     artifact = built("banded-low-rank", "float32", "custom", 60).artifact
-    monkeypatch.setattr("mmfact.noise.stream.os.sysconf", lambda name: 1024)
+    monkeypatch.setattr("mmfact.factorize.machine.os.sysconf", lambda name: 1024)
     assert stream(artifact, (1 << 20) // 100, space=space).next().shape == ((1 << 20) // 100,)
 
 
