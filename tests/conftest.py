@@ -1,8 +1,15 @@
 """What every room's tests share.
 
 Property tests draw the same examples at every run: a red run means a change, not luck.
+Two workers share the tests (pytest-xdist; `-n 0` for one process, with a debugger), so:
+
+- BLAS has one thread in each, set here before NumPy is loaded;
+- every worker but the first has a kernel cache of its own. numba writes a cache's index before the code that it
+  points to: of two processes that compile at once, one could load what the other has just replaced;
+- the slow tests come first, so that none is begun when the other worker has nothing left to do.
 """
 
+import os
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,8 +17,18 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+for library in ("OMP", "OPENBLAS", "MKL"):
+    os.environ.setdefault(f"{library}_NUM_THREADS", "1")
+worker = os.environ.get("PYTEST_XDIST_WORKER", "gw0")
+if worker != "gw0":
+    os.environ["NUMBA_CACHE_DIR"] = str(Path(__file__).parents[1] / ".pytest_cache" / f"numba-{worker}")
+
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 
 @pytest.fixture

@@ -59,11 +59,11 @@ def test_too_many_steps_are_refused_before_allocating(refused, monkeypatch, kind
     """The message says how much memory it would take; nothing of size n is made."""
     for maker in ("ones", "zeros", "empty", "eye", "arange", "full"):
         monkeypatch.setattr(np, maker, lambda *a, **k: pytest.fail("something was allocated"))
-    begun = time.monotonic()
+    begun = time.process_time()
     message = refused("--workload", kind, "--n", n, *strategy)
     assert "GiB" in message
     assert str(n) in message
-    assert time.monotonic() - begun < 2
+    assert time.process_time() - begun < 2
 
 
 def test_memory_beyond_the_largest_horizon_is_not_nothing(refused):

@@ -189,7 +189,7 @@ def test_dense_strategy_is_refused_before_allocating(n, method):
     """8 TB for a million steps: an error at once, with the limit in it."""
     w = prefix_sum(n)
     tracemalloc.start()
-    begin = time.perf_counter()
+    begin = time.process_time()
     try:
         with pytest.raises(CapacityError, match="8192"):
             compile(w, Options(strategy="dense", method=method))
@@ -197,7 +197,7 @@ def test_dense_strategy_is_refused_before_allocating(n, method):
     finally:
         tracemalloc.stop()
     assert peak < 1 << 20
-    assert time.perf_counter() - begin < 1
+    assert time.process_time() - begin < 1
 
 
 def test_structured_method_of_a_custom_matrix():

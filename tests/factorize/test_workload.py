@@ -218,7 +218,7 @@ def test_horizons_that_are_not_a_number_of_steps(build, n):
 def test_horizons_too_large_are_refused_before_allocating(build, n):
     """A slip of the finger must not take the machine down."""
     tracemalloc.start()
-    begin = time.perf_counter()
+    begin = time.process_time()
     try:
         with pytest.raises(CapacityError, match=str(n)):
             build(n)
@@ -226,7 +226,7 @@ def test_horizons_too_large_are_refused_before_allocating(build, n):
     finally:
         tracemalloc.stop()
     assert peak < 1 << 20
-    assert time.perf_counter() - begin < 1
+    assert time.process_time() - begin < 1
 
 
 def test_dense_form_of_a_long_horizon_is_refused_before_allocating():
