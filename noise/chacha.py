@@ -29,9 +29,9 @@ _OUTERMOST = 1 << 16  # cells below have second words
 
 # The fits of noise/normal.py, highest power first.
 _CENTRAL = tuple(map(float, (normal._N3, normal._N2, normal._N1, normal._N0)))
-_UNDER_CENTRAL = tuple(map(float, (normal._D3, normal._D2, normal._D1, 1)))
+_UNDER_CENTRAL = (*map(float, (normal._D3, normal._D2, normal._D1)), 1.0)
 _TAIL = tuple(map(float, (normal._T3, normal._T2, normal._T1, normal._T0)))
-_UNDER_TAIL = tuple(map(float, (normal._U2, normal._U1, 1)))
+_UNDER_TAIL = (*map(float, (normal._U2, normal._U1)), 1.0)
 _LOG = tuple(map(float, (normal._L6, normal._L5, normal._L4, normal._L3, normal._L2, normal._L1, normal._L0)))
 _REST, _STEP, _SPLIT = map(float, (normal._REST, normal._STEP, normal._SPLIT))
 _LN2_HIGH, _LN2_LOW = float(normal._LN2_HIGH), float(normal._LN2_LOW)
