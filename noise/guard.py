@@ -52,7 +52,7 @@ class Guard:
             found.append(f"momentum is {float(beta):g}, compiled for {work.beta:g}")
         if group.get("nesterov"):
             found.append("nesterov is on, compiled without")
-        if group.get("dampening"):
+        if beta and group.get("dampening"):
             found.append(f"dampening is {group['dampening']:g}, compiled without")
         if "lr" not in group:
             return found

@@ -18,17 +18,19 @@ is sent. Either way the noise is that of a single process under the same key and
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mmfact.factorize.errors import AdapterError, MmfactError, StateError
+from mmfact.factorize.errors import AdapterError, ParticipationError, StateError
 from mmfact.noise import checks
 from mmfact.noise.guard import Guard
 from mmfact.noise.key import NoiseKey
 from mmfact.noise.model import ModelNoise
+from mmfact.noise.participation import _values as listed
 from mmfact.noise.release import Shard
-from mmfact.noise.source import NoiseSource
+from mmfact.noise.source import NONCE_BYTES, NoiseSource
 from mmfact.noise.stepping import Stepping
 from mmfact.store.artifact import Artifact
 
@@ -41,6 +43,7 @@ except ImportError as error:
 
 _WRAPPERS = ("_orig_mod", "_module", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")  # of compile, Opacus, torch
 _MARGIN = 1 - 1e-6  # of the clip norm, for the rounding of what is clipped to it
+_PIECE = 1 << 19  # elements of gradients that are clipped at a time
 _WORLD: Any = object()
 
 
@@ -48,7 +51,8 @@ class GradientNoise:
     """The noisy mean gradient of a torch model: clips, sums up, adds correlated noise, divides.
 
     Between `step` and the next contribution `p.grad` is the noisy mean; from the first contribution to `step` it is
-    None, so that no optimizer ever meets a sum without noise. Only parameters that require gradients take part.
+    None, so that no optimizer ever meets a sum without noise. Its memory is used again: copy a gradient that is to be
+    kept. Only parameters that require gradients take part.
 
     Parameters
     ----------
@@ -98,25 +102,30 @@ class GradientNoise:
         journal: str | Path | None = None,
         check_participation: bool = False,
     ) -> None:
-        self._begin(model, batch_size, optimizer, group)
-        if key is None and self._processes > 1:
-            raise StateError(
-                f"{self._processes} processes share this run: give every one of them the same key, "
-                "NoiseKey.generate(path) once and NoiseKey.from_file(path) in each"
+        self._join(group)
+        run = self._agreed_run(run)
+
+        def make() -> TensorNoise:
+            self._scan(model, batch_size, optimizer)
+            if key is None and self._processes > 1:
+                raise StateError(
+                    f"{self._processes} processes share this run: give every one of them the same key, "
+                    "NoiseKey.generate(path) once and NoiseKey.from_file(path) in each"
+                )
+            return TensorNoise(
+                artifact,
+                self._shards,
+                devices=self._devices,
+                noise_multiplier=noise_multiplier,
+                clip_norm=clip_norm,
+                key=key,
+                run=run,
+                threads=threads,
+                journal=journal if self._rank == 0 else None,
+                check_participation=check_participation,
             )
-        noise = TensorNoise(
-            artifact,
-            self._shards,
-            devices=self._devices,
-            noise_multiplier=noise_multiplier,
-            clip_norm=clip_norm,
-            key=key,
-            run=self._agreed_run(run),
-            threads=threads,
-            journal=journal if self._rank == 0 else None,
-            check_participation=check_participation,
-        )
-        self._ready(noise)
+
+        self._start(make)
 
     @classmethod
     def restore(
@@ -144,38 +153,40 @@ class GradientNoise:
             As for `NoiseStream.restore`; the model is not the one that the state was saved for.
         """
         made = cls.__new__(cls)
-        made._begin(model, batch_size, optimizer, group)
-        noise, failure = None, None
-        if made._rank == 0:
-            try:
-                noise = made._restored(artifact, state, key=key, resume=resume, journal=journal, threads=threads)
-            except MmfactError as error:
-                failure = error
-        if made._processes > 1:
-            refused = [None if failure is None else str(failure)]
-            dist.broadcast_object_list(refused, group=made._group, group_src=0)
-            if made._rank != 0 and refused[0] is not None:
-                raise StateError(f"the first process could not restore the run: {refused[0]}")
-        if failure is not None:
-            raise failure
-        if noise is None:
-            noise = made._restored(
-                artifact, state, key=key, resume=resume, journal=None, threads=threads, leading=False
+        made._join(group)
+
+        def make() -> TensorNoise:
+            made._scan(model, batch_size, optimizer)
+            return TensorNoise._restore(
+                artifact,
+                state,
+                key=key,
+                resume=resume,
+                journal=journal if made._rank == 0 else None,
+                threads=threads,
+                shards=made._shards,
+                devices=made._devices,
+                leading=made._rank == 0,
             )
-        made._ready(noise)
+
+        made._start(make)
         return made
 
-    def _begin(self, model: Any, batch_size: float, optimizer: Any, group: Any) -> None:
-        """Which parameters there are, and what of each this process holds."""
-        self._model = model if isinstance(model, nn.Module) else list(model)
-        self._parameters = _named(self._model)
-        self._batch_size = checks.positive("batch size", batch_size)
-        self._optimizer = optimizer
+    def _join(self, group: Any) -> None:
+        """Which processes share the run."""
         if group is _WORLD:
             group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
         self._group = group
         self._processes = 1 if group is None else dist.get_world_size(group)
         self._rank = 0 if group is None else dist.get_rank(group)
+
+    def _scan(self, model: Any, batch_size: float, optimizer: Any) -> None:
+        """Which parameters there are, and what of each this process holds."""
+        self._model = model if isinstance(model, nn.Module) else list(model)
+        self._parameters = trainable(self._model)
+        self._kinds = {name: _kind(parameter) for name, parameter in self._parameters.items()}
+        self._batch_size = checks.positive("batch size", batch_size)
+        self._optimizer = optimizer
         # Where there is a device, noise is made there.
         self._devices = {
             name: parameter.device for name, parameter in self._parameters.items() if not _on_cpu(parameter)
@@ -185,13 +196,27 @@ class GradientNoise:
         self._sums: dict[str, Tensor] = {}
         self._summed = False  # whether there are contributions that no step has used
 
-    def _restored(self, artifact: Artifact, state: dict[str, Any], **how: Any) -> TensorNoise:
-        return TensorNoise._restore(artifact, state, shards=self._shards, devices=self._devices, **how)
-
-    def _ready(self, noise: TensorNoise) -> None:
-        self._noise = noise
-        self._guard = Guard(noise.artifact.workload)
-        self._agree()
+    def _start(self, make: Callable[[], TensorNoise]) -> None:
+        """Have noise in every process, or in none: one that could not begin must not leave the others waiting."""
+        noise, failure = None, None
+        try:
+            noise = make()
+        except Exception as error:
+            failure = error
+        try:
+            if self._processes > 1:
+                for rank, refusal in enumerate(self._gathered(None if failure is None else str(failure))):
+                    if refusal is not None and failure is None:
+                        raise StateError(f"process {rank} of {self._processes} could not begin: {refusal}")
+            if noise is None:
+                raise failure  # type: ignore[misc]
+            self._noise = noise
+            self._guard = Guard(noise.artifact.workload)
+            self._agree()
+        except BaseException:
+            if noise is not None:
+                noise.close()
+            raise
 
     @property
     def step_number(self) -> int:
@@ -231,27 +256,33 @@ class GradientNoise:
                 "parameters are split over processes, so no process sees an example's whole gradient; clip where the "
                 "gradients arise (ghost clipping) and give the sums to add()"
             )
-        count = {len(gradients) for gradients in per_example.values()}
+        count = {gradients.shape[:1] for gradients in per_example.values()}
         for name, gradients in per_example.items():
             shape = self._parameters[name].shape
-            if gradients.shape[1:] != shape or len(count) != 1:
+            if gradients.ndim == 0 or gradients.shape[1:] != shape or len(count) != 1:
                 raise AdapterError(
                     f"the gradients of {name!r} have shape {tuple(gradients.shape)}; needed is one of shape "
                     f"{tuple(shape)} for each example, and as many for every parameter"
                 )
         with torch.no_grad():
-            flat = {name: gradients.detach().flatten(1) for name, gradients in per_example.items()}
-            each = [torch.linalg.vector_norm(part, dim=1, dtype=torch.float64) for part in flat.values()]
-            norms = torch.linalg.vector_norm(torch.stack([norm.to(each[0].device) for norm in each]), dim=0)
+            flat = {
+                name: gradients.detach().reshape(len(gradients), self._parameters[name].numel())
+                for name, gradients in per_example.items()
+            }
+            each = [torch.stack([_norms(piece) for _, piece in _pieces(part)]) for part in flat.values()]
+            norms = _norms(torch.cat([squares.to(each[0].device) for squares in each]).T)
             usable = torch.isfinite(norms)
             factors = torch.where(usable, (self._noise.clip_norm * _MARGIN / norms).clamp(max=1.0), 0.0)
             clean = bool(usable.all())
-            for name, total in self._open_sums().items():
-                part, factor = flat[name].to(total.dtype), factors.to(total.device, total.dtype)
-                if not clean:
-                    part = torch.where(usable.to(total.device)[:, None], part, 0)
-                total.view(-1).add_(factor @ part)
-            self._summed = True
+
+            def add(name: str, total: Tensor) -> None:
+                factor = factors.to(total.device)
+                for columns, piece in _pieces(flat[name]):
+                    if not clean:
+                        piece = torch.where(usable.to(total.device)[:, None], piece, 0.0)
+                    total.view(-1)[columns].add_(factor @ piece)
+
+            self._accumulate(add)
 
     def add(self, sums: Mapping[str, Tensor]) -> None:
         """Add sums of gradients that are clipped already to `clip_norm`, over all tensors together.
@@ -279,9 +310,9 @@ class GradientNoise:
                         f"the sum of {name!r} is {part.dtype}: sums must be float32 or float64, since one that is "
                         "rounded before the noise is added no longer has the sensitivity of the clip norm"
                     )
-            for name, total in self._open_sums().items():
-                total.add_(own[name])
-            self._summed = True
+                if name in self._sums and part.is_set_to(self._sums[name]):  # the latest p.grad, which is taken away
+                    own[name] = part.clone()
+            self._accumulate(lambda name, total: total.add_(own[name]))
 
     def step(self, *, ids: Sequence[Any] | None = None) -> None:
         """End a step: p.grad = (sum of all contributions in all processes + this step's noise) / batch_size.
@@ -357,7 +388,7 @@ class GradientNoise:
         before, failure = self._noise.step, None
         try:
             self._noise.add_to({name: self._slice(name, total) for name, total in sums.items()}, ids=ids)
-        except MmfactError as error:
+        except Exception as error:
             failure = error
         finally:
             if self._noise.step != before:  # the row is spent: sums that may have part of it are never used again
@@ -378,9 +409,29 @@ class GradientNoise:
         """The ids of the step in all processes; None if one gave none."""
         if self._processes == 1:
             return ids
-        every: list[Any] = [None] * self._processes
-        dist.all_gather_object(every, None if ids is None else list(ids), group=self._group)
+        try:
+            own: Any = None if ids is None else listed(ids)
+        except ParticipationError as error:
+            own = error
+        every = self._gathered(own)
+        for part in every:
+            if isinstance(part, ParticipationError):
+                raise part
         return None if None in every else [one for part in every for one in part]
+
+    def _gathered(self, own: Any) -> list[Any]:
+        """What every process gives, in the order of their ranks."""
+        every: list[Any] = [None] * self._processes
+        dist.all_gather_object(every, own, group=self._group)
+        return every
+
+    def _accumulate(self, add: Callable[[str, Tensor], object]) -> None:
+        """add(name, sum) for every tensor. If that is interrupted, all sums of the step are thrown away: an example
+        whose gradients are given again must not count twice."""
+        sums, self._summed = self._open_sums(), False
+        for name, total in sums.items():
+            add(name, total)
+        self._summed = True
 
     def _open_sums(self) -> dict[str, Tensor]:
         """Sums to add to: those of the step under way, or new ones, which takes the latest noisy means away."""
@@ -422,39 +473,42 @@ class GradientNoise:
 
     def _agreed_run(self, run: bytes | None) -> bytes | None:
         """The first process's run nonce."""
-        if run is None and self._processes > 1:
-            drawn = [secrets.token_bytes(16)]
-            dist.broadcast_object_list(drawn, group=self._group, group_src=0)
-            run = drawn[0]
-        return run
+        if self._processes == 1:
+            return run
+        drawn = [secrets.token_bytes(NONCE_BYTES) if run is None else run]
+        dist.broadcast_object_list(drawn, group=self._group, group_src=0)
+        return drawn[0] if run is None else run
 
     def _agree(self) -> None:
         """Every process must be about to add the same row of the same release."""
         if self._processes == 1:
             return
-        own = torch.frombuffer(bytearray.fromhex(self._noise.fingerprint()), dtype=torch.uint8).to(self._device)
+        agreed = bytearray.fromhex(self._noise.fingerprint()) + struct.pack("<d", self._batch_size)
+        own = torch.frombuffer(agreed, dtype=torch.uint8).to(self._device)
         every = [torch.empty_like(own) for _ in range(self._processes)]
         dist.all_gather(every, own, group=self._group)
         differing = [rank for rank, other in enumerate(every) if not torch.equal(other, every[0])]
         if differing:
             raise StateError(
                 f"processes {', '.join(map(str, differing))} do not agree with process 0 on artifact, key, run, noise "
-                f"multiplier, clip norm, parameters or step (here: {self._noise!r}); their noise would not add up to "
-                "one release: start all of them with the same, or restore all from one checkpoint"
+                f"multiplier, clip norm, parameters, batch size or step (here: {self._noise!r}); their noise would not "
+                "add up to one release: start all of them with the same, or restore all from one checkpoint"
             )
 
     def _check_parameters(self) -> None:
         """Adding, removing, freezing or replacing parameters would change what is released."""
-        now = _named(self._model)
+        now = trainable(self._model)
         changed = sorted(
-            name for name in now.keys() | self._parameters.keys() if now.get(name) is not self._parameters.get(name)
+            name
+            for name in now.keys() | self._parameters.keys()
+            if now.get(name) is not self._parameters.get(name) or _kind(now[name]) != self._kinds[name]
         )
         if changed:
             raise StateError(
                 f"the model's parameters changed during the run: {changed[0]!r}"
-                f"{f' and {len(changed) - 1} more' if len(changed) > 1 else ''} was added, removed, frozen, unfrozen "
-                "or replaced; the noise of a run belongs to the parameters it began with: restore them, or begin a new "
-                "run on data that has not been used"
+                f"{f' and {len(changed) - 1} more' if len(changed) > 1 else ''} was added, removed, frozen, unfrozen, "
+                "moved or replaced; the noise of a run belongs to the parameters it began with: restore them, or begin "
+                "a new run on data that has not been used"
             )
 
     def _check_names(self, given: Mapping[str, Tensor]) -> None:
@@ -504,21 +558,55 @@ def _on_cpu(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu"
 
 
-def _named(model: Any) -> dict[str, nn.Parameter]:
+def trainable(model: Any) -> dict[str, nn.Parameter]:
     """Parameters that require gradients, by names that no wrapper changes."""
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        model = model.module
+    while isinstance(model, nn.Module):
+        inner = (
+            model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model._modules.get("_orig_mod")
+        )
+        if inner is None:
+            break
+        model = inner
+    if isinstance(model, nn.Module) and any(
+        type(part).__name__ == "FullyShardedDataParallel" for part in model.modules()
+    ):
+        raise AdapterError(
+            "FullyShardedDataParallel hides which elements a process holds; use torch.distributed.fsdp.fully_shard"
+        )
     pairs = model.named_parameters() if isinstance(model, nn.Module) else model
     found: dict[str, nn.Parameter] = {}
+    seen: set[int] = set()  # a tied parameter goes by its first name
     for name, parameter in pairs:
         name = ".".join(part for part in str(name).split(".") if part not in _WRAPPERS)
         if name in found and found[name] is not parameter:
             raise AdapterError(f"two parameters are named {name!r}; the noise of each needs a name of its own")
-        if parameter.requires_grad:
+        if parameter.requires_grad and id(parameter) not in seen:
             found[name] = parameter
+            seen.add(id(parameter))
     if not found:
         raise AdapterError("the model has no parameter that requires gradients; there is nothing to add noise to")
     return found
+
+
+def _kind(parameter: Tensor) -> tuple[Any, ...]:
+    """What a parameter must keep in a run besides its identity."""
+    return parameter.shape, parameter.device
+
+
+def _pieces(gradients: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """(columns, the same columns in float64), few enough at a time for a cache.
+
+    So norms are exact enough to clip by, and no setting of torch can have a product done in a shorter format.
+    """
+    examples, elements = gradients.shape
+    width = max(_PIECE // max(examples, 1), 1)
+    for first in range(0, max(elements, 1), width):
+        columns = slice(first, first + width)
+        yield columns, gradients[:, columns].double()
+
+
+def _norms(rows: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(rows, dim=1)
 
 
 def _is_split(parameter: Tensor) -> bool:
@@ -547,10 +635,10 @@ def _rows(name: str, parameter: Any) -> tuple[int, int]:
 def _local(tensor: Any, parameter: Any) -> Tensor:
     """This process's part of `tensor`, split as the parameter is."""
     if not _is_split(tensor):
-        return tensor  # type: ignore[no-any-return]
+        return tensor
     if tensor.placements != parameter.placements:
         tensor = tensor.redistribute(parameter.device_mesh, parameter.placements)
-    return tensor.to_local()  # type: ignore[no-any-return]
+    return tensor.to_local()
 
 
 def _like(local: Tensor, parameter: Any) -> Tensor:
