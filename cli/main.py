@@ -526,3 +526,6 @@ def _already_there(store: Any, ref: str, workload: Workload, options: Options) -
             f"{artifact.provenance.get('options')}); refs are never moved, choose another name with --name"
         )
     return artifact
+
+
+from mmfact.cli import privacy as _privacy  # noqa: E402, F401 - last: it registers its command with the above

@@ -1,4 +1,4 @@
-"""Every snippet of the README runs: a reader who copies one must not be the first to try it.
+"""Every snippet of the README and of the how-to pages runs: a reader who copies one must not be the first to try it.
 
 The first two sh blocks, which make a virtual environment, are run word for word by `.ci/run`.
 """
@@ -13,10 +13,12 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+BLOCKS = FENCE.findall(README)
 SHELL = [text for language, text in BLOCKS if language == "sh"]
 NUMBER = r"\d+(?:\.\d+)?"
 PYTHON = [text for language, text in BLOCKS if language == "python"]
+PAGES = ("training", "opacus", "jax", "privacy")
 
 
 def run(command, folder):
@@ -49,6 +51,7 @@ def test_all_blocks_have_a_language_that_is_tested_or_is_plain_output():
     assert {language for language, _ in BLOCKS} <= {"sh", "python", "text"}
 
 
+@pytest.mark.slow
 def test_snippets_run_in_the_order_of_the_page(folder):
     assert len(SHELL) > 2
     assert PYTHON
@@ -77,3 +80,17 @@ def test_what_the_first_command_prints_is_what_the_page_shows(folder):
             assert re.sub(NUMBER, "#", line) == re.sub(NUMBER, "#", page)
             numbers, on_page = (list(map(float, re.findall(NUMBER, text))) for text in (line, page))
             assert numbers == pytest.approx(on_page, rel=1e-6)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_snippets_of_a_how_to_page_run(page, tmp_path):
+    """Commands first, then what is Python, joined: a reader types a page's snippets one after another."""
+    blocks = FENCE.findall((ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8"))
+    assert {language for language, _ in blocks} <= {"sh", "python", "text"}
+    run(["mmfact", "compile", "--workload", "momentum", "--n", "2048"], tmp_path)
+    for language, text in blocks:
+        if language == "sh" and not re.search(r"pip install|python |torchrun", text):
+            run(["bash", "-euo", "pipefail", "-c", text], tmp_path)
+    script = "".join(text for language, text in blocks if language == "python")
+    if script:
+        run([sys.executable, "-c", script], tmp_path)

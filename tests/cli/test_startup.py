@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import statistics
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -23,12 +23,16 @@ def loaded(modules: set[str], *names: str) -> list[str]:
 
 
 def test_help_is_quick(script):
-    """Under 0.3 s, median of 5 (the issue): --help is what a newcomer types first."""
+    """Under 0.3 s, median of 5 (the issue): --help is what a newcomer types first.
+
+    In seconds of its own: it waits for nothing, but other tests run beside it.
+    """
     times = []
     for _ in range(5):
-        begun = time.perf_counter()
+        begun = os.times()
         done = subprocess.run([str(script), "--help"], capture_output=True, text=True, check=True)
-        times.append(time.perf_counter() - begun)
+        ended = os.times()
+        times.append(ended.children_user + ended.children_system - begun.children_user - begun.children_system)
         assert "Usage: mmfact" in done.stdout
     assert statistics.median(times) < 0.3, times
 
@@ -44,7 +48,7 @@ def test_help_loads_no_numerics():
     assert not loaded(modules, "numpy", "scipy", "numba", "h5py", "rich", "cvxpy", "cryptography")
 
 
-@pytest.mark.parametrize("command", ["compile", "compare", "list", "inspect", "verify"])
+@pytest.mark.parametrize("command", ["compile", "compare", "list", "inspect", "verify", "selftest", "privacy"])
 def test_help_of_every_command_has_an_example(mmfact, command):
     """An example that names the command itself, and every option explained."""
     ran = mmfact(command, "--help")
@@ -59,14 +63,14 @@ def test_help_of_every_command_has_an_example(mmfact, command):
 def test_help_lists_every_command(mmfact):
     out = mmfact("--help").out
     assert "Example: mmfact compile" in out
-    for command in ("compile", "compare", "list", "inspect", "verify"):
+    for command in ("compile", "compare", "list", "inspect", "verify", "selftest", "privacy"):
         assert re.search(rf"^  {command} +\S", out, re.M)
 
 
 def test_examples_in_the_help_work(mmfact, tmp_path):
     """Every line of help that starts with an example is a command that runs (n made small)."""
     store = ("--store", tmp_path / "s")
-    for command in ("compile", "compare", "list", "inspect", "verify"):
+    for command in ("compile", "compare", "list", "inspect", "verify", "selftest", "privacy"):
         example = re.search(rf"Example: mmfact ({command}.*)", mmfact(command, "--help").out)[1].split()
         if command == "compile":
             example[example.index("2048")] = "8"
@@ -87,7 +91,7 @@ def test_importing_the_runtime_loads_no_solver():
     """A trainer imports this: no optimizers, no command line, no frameworks (the issue)."""
     modules = modules_after("import mmfact.noise, mmfact; mmfact.NoiseStream")
     assert "mmfact.noise.stream" in modules
-    heavy = ("scipy.optimize", "cvxpy", "click", "rich", "torch", "jax", "matplotlib", "sklearn")
+    heavy = ("scipy.optimize", "cvxpy", "click", "rich", "torch", "jax", "opacus", "dp_accounting", "matplotlib", "sklearn")
     assert loaded(modules, *heavy) == []
     assert loaded(modules, "mmfact.factorize.optimum", "mmfact.factorize.compiler", "mmfact.cli") == []
 
