@@ -97,7 +97,7 @@ class ParticipationCheck:
             The step is not later than the last.
         """
         step = checks.whole("step", step, 0)
-        values = _values(ids)
+        values = listed(ids)
         hashes = np.frombuffer(b"".join(map(self._hash, values)), _HASH)
         order = np.argsort(hashes)
         hashes = hashes[order]
@@ -204,7 +204,7 @@ class ParticipationCheck:
         return keyed.digest()
 
 
-def _values(ids: Any) -> list[Any]:
+def listed(ids: Any) -> list[Any]:
     """A list of Python values from arrays and tensors of any library."""
     values = ids.tolist() if hasattr(ids, "tolist") else ids
     if isinstance(values, str | bytes | bytearray | Mapping) or not isinstance(values, Iterable):

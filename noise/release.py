@@ -178,6 +178,7 @@ class Release(ABC):
         self._resumes: list[dict[str, Any]] = []
         self._process = os.getpid()
         self._closed = False
+        self._journaled = journal is not None  # by this process, or by the first of several
         self._journal = None if journal is None else Journal.create(journal, self.key, self._fixed())
         self._latched = True
 
@@ -335,7 +336,7 @@ class Release(ABC):
                 "skipped": skipped,
                 "committed": self._committed,
                 "resumes": copy.deepcopy(self._resumes),
-                "journal": self._journal is not None,
+                "journal": self._journaled,
                 "participation": None if ids is None else hashlib.sha256(ids).hexdigest(),
             }
             state["signature"] = sign(self.key, state)
@@ -426,6 +427,7 @@ class Release(ABC):
                 **own,
             )
             stream.skip_to(step)
+            stream._journaled = bool(state["journal"])
             if "buffers" in state and stream._shards() == state["shards"]:
                 unseal(key, stream.run, state["signature"], state["buffers"], stream._held())
                 for part in stream._parts.values():

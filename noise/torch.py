@@ -28,7 +28,7 @@ from mmfact.noise import checks
 from mmfact.noise.guard import Guard
 from mmfact.noise.key import NoiseKey
 from mmfact.noise.model import ModelNoise
-from mmfact.noise.participation import _values as listed
+from mmfact.noise.participation import listed
 from mmfact.noise.release import Shard
 from mmfact.noise.source import NONCE_BYTES, NoiseSource
 from mmfact.noise.stepping import Stepping
@@ -112,7 +112,7 @@ class GradientNoise:
                     f"{self._processes} processes share this run: give every one of them the same key, "
                     "NoiseKey.generate(path) once and NoiseKey.from_file(path) in each"
                 )
-            return TensorNoise(
+            noise = TensorNoise(
                 artifact,
                 self._shards,
                 devices=self._devices,
@@ -124,6 +124,8 @@ class GradientNoise:
                 journal=journal if self._rank == 0 else None,
                 check_participation=check_participation,
             )
+            noise._journaled = journal is not None  # whichever process's state is restored
+            return noise
 
         self._start(make)
 
