@@ -24,14 +24,14 @@ def check_artifact(artifact: Any) -> None:
         raise StateError(f"the artifact must come from mmfact.load(ref) or ArtifactStore.save, not {artifact!r:.60}")
 
 
-def positive(what: str, value: Any) -> float:
+def positive(what: str, value: Any, why: str = "without it there is no privacy") -> float:
     """A positive finite number."""
     number = math.nan
     if isinstance(value, numbers.Real) and not isinstance(value, bool | np.bool_):
         with contextlib.suppress(OverflowError):
             number = float(value)
     if not (math.isfinite(number) and number > 0):
-        raise PrivacyError(f"{what} {value!r:.40} must be a positive finite number; without it there is no privacy")
+        raise PrivacyError(f"{what} {value!r:.40} must be a positive finite number; {why}")
     return number
 
 

@@ -57,6 +57,8 @@ class Guard:
         if "lr" not in group:
             return found
         rate, compiled = float(group["lr"]), float(work.learning_rates[step])
+        if rate == 0 and number not in self._factors:
+            return found  # a warm-up from nothing, which says nothing of the factor
         factor = self._factors.setdefault(number, rate / compiled)
         if not _close(rate, factor * compiled):
             found.append(

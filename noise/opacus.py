@@ -23,6 +23,7 @@ clipped as a whole is cleaned at its edges only.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +39,7 @@ from mmfact.factorize.errors import (
 )
 from mmfact.factorize.privacy import gaussian_epsilon
 from mmfact.noise import checks
+from mmfact.noise.guard import WorkloadMismatch
 from mmfact.noise.key import NoiseKey
 from mmfact.store.artifact import Artifact
 
@@ -57,7 +59,8 @@ try:
 except ImportError as error:
     raise AdapterError('mmfact.noise.opacus needs opacus: pip install "mmfact[opacus]"') from error
 
-from mmfact.noise.torch import GradientNoise, trainable
+from mmfact.noise.torch import GradientNoise
+from mmfact.noise.torch_parameters import trainable
 
 MECHANISM = "mmfact"  # the name that PrivacyEngine(accountant=...) knows ReleaseAccountant by
 
@@ -121,6 +124,13 @@ def correlate(
     checks.check_artifact(artifact)
     trainer = _Trainer(optimizer, model, data_loader, accumulation)
     trainer.check_unused()
+    if trainer.steps is not None and trainer.steps < artifact.n:
+        warnings.warn(
+            f"one pass of the loader has {trainer.steps} steps, and the noise was compiled for {artifact.n}. Privacy "
+            f"is unaffected, but the noise is not optimal: compile with --n {trainer.steps}",
+            WorkloadMismatch,
+            stacklevel=2,
+        )
     if trainer.steps is not None and trainer.steps > artifact.n:
         raise HorizonError(
             f"one pass of the loader has {trainer.steps} steps, but this artifact has noise for {artifact.n}: compile "
@@ -260,8 +270,8 @@ class CorrelatedNoise:
             self._optimizer._is_last_step_skipped = True
             return False
         self._check_pass()
-        self._gradients.step(ids=self._ids)
-        self._ids = None
+        ids, self._ids = self._ids, None  # a step that is refused is thrown away as a whole
+        self._gradients.step(ids=ids)
         self._optimizer._is_last_step_skipped = False
         if self._optimizer.step_hook:
             self._optimizer.step_hook(self._optimizer)
@@ -286,6 +296,12 @@ class CorrelatedNoise:
                 f"{max(count)} backward passes came before this optimizer.step(), but the gradients are divided as for "
                 f"{self._trainer.accumulation}: call optimizer.zero_grad() after every step, use BatchMemoryManager, "
                 f"or give accumulation={max(count)}"
+            )
+        rows, most = sum(map(len, next(iter(batches.values())))), self._trainer.most
+        if most is not None and rows > most:
+            raise AdapterError(
+                f"{rows} per-example gradients came from batches of at most {most} examples: the model folds another "
+                "dimension into the batch (or batch_first is wrong), and an example would be clipped in parts"
             )
         for gradients in zip(*batches.values(), strict=True):
             self._gradients.clip(dict(zip(batches, gradients, strict=True)))
@@ -456,6 +472,11 @@ class _Trainer:
     """What is known of an optimizer, its model and its loader before any noise: all of it checked."""
 
     def __init__(self, optimizer: Any, model: Any, data_loader: Any, accumulation: int) -> None:
+        if not isinstance(optimizer, opacus_optimizers.DPOptimizer):
+            raise AdapterError(
+                f"the optimizer is a {type(optimizer).__name__}, not one that PrivacyEngine.make_private() returned; "
+                "call correlate(optimizer, model, artifact, ...) with what make_private() returned, in this order"
+            )
         if type(optimizer) not in (*_FLAT, *_GHOST):
             raise AdapterError(
                 f"the optimizer is a {type(optimizer).__name__}; correlated noise needs one clip norm over all "
@@ -478,6 +499,8 @@ class _Trainer:
         self.check_parameters()
         self.hook = self._hook()
         self.steps = _steps_of_a_pass(data_loader, model, processes, self.accumulation)
+        size = getattr(data_loader, "batch_size", None)
+        self.most = None if size is None else size * self.accumulation
         mean = optimizer.loss_reduction == "mean"
         self.divisor = optimizer.expected_batch_size * processes * self.accumulation if mean else 1.0
 
@@ -575,6 +598,11 @@ class _Ghost:
                 "BatchMemoryManager to accumulate under ghost clipping"
             )
         norms = self._hooks.get_norm_sample()
+        if self._count is not None and len(norms) != self._count:
+            raise AdapterError(
+                f"{len(norms)} norms were found for {self._count} examples: the model folds another dimension into the "
+                "batch, and an example would be clipped in parts; keep the batch as the first dimension of every layer"
+            )
         usable = torch.isfinite(norms)
         for bad in self._bad:
             usable[: len(bad)] &= ~bad[: len(norms)]
@@ -583,6 +611,8 @@ class _Ghost:
 
     def _begin(self, module: nn.Module, inputs: Any) -> None:
         self._bad = []
+        first = next((value for value in inputs if torch.is_tensor(value)), None)
+        self._count = None if first is None else first.shape[0 if self._hooks.batch_first else 1]
 
     def _clean_inputs(self, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
         if not (module.training and torch.is_grad_enabled() and self._hooks.hooks_enabled):
@@ -597,6 +627,11 @@ class _Ghost:
         return tuple(cleaned)
 
     def _clean_returns(self, module: nn.Module, returned: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        if self._hooks.hooks_enabled and self._clipped:
+            raise AdapterError(
+                "a second backward pass before optimizer.step() is not clipped: put the whole loss into the criterion "
+                "that make_private() returned, and call backward() once"
+            )
         if self._hooks.hooks_enabled:
             return None  # the first pass, which finds the norms: what is not finite must show there
         return tuple(None if g is None else torch.where(torch.isfinite(g), g, 0.0) for g in returned)

@@ -192,7 +192,7 @@ def add_noise(noise: ModelNoise) -> optax.GradientTransformationExtraArgs:
     def update(
         updates: Any, state: NoiseState, params: Any = None, *, ids: Any = None, **_: Any
     ) -> tuple[Any, NoiseState]:
-        leaves = _matching(noise, updates)
+        leaves = _alone(_matching(noise, updates))
         for name, leaf in leaves.items():
             if leaf.dtype not in (np.float32, np.float64):
                 raise AdapterError(
@@ -203,6 +203,8 @@ def add_noise(noise: ModelNoise) -> optax.GradientTransformationExtraArgs:
                 "the optimizer's state was made for another kind of noise: a state for DeviceNoise holds buffers, one "
                 "for ModelNoise does not; restore with the kind of noise that it was saved with"
             )
+        if any(held.dtype != np.float32 for held in jax.tree.leaves(state.held)):
+            raise AdapterError("the state's buffers were cast; keep them as they are, in float32")
         if noise.checks_participation and ids is None:
             raise AdapterError("this run checks participation: call update(sums, state, params, ids=...)")
         given = () if ids is None else (jnp.asarray(ids),)
@@ -210,10 +212,27 @@ def add_noise(noise: ModelNoise) -> optax.GradientTransformationExtraArgs:
             rows, held, step = _on_device(noise, leaves, state, given)
         else:
             rows, held, step = _on_host(noise, leaves, state, given)
-        noisy = [(leaf + row).astype(leaf.dtype) for leaf, row in zip(leaves.values(), rows, strict=True)]
+        # In the noise's precision: finer sums would show below its grid.
+        noisy = [
+            (leaf.astype(row.dtype) + row).astype(leaf.dtype) for leaf, row in zip(leaves.values(), rows, strict=True)
+        ]
         return jax.tree.unflatten(jax.tree.structure(updates), noisy), NoiseState(step, state.run, held)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+@jax.custom_batching.custom_vmap
+def _alone(leaves: Any) -> Any:
+    """The leaves, unless `jax.vmap` is at work: the callback would then be called once, and its row serve every sum."""
+    return leaves
+
+
+@_alone.def_vmap
+def _(axis_size: int, batched: Any, leaves: Any) -> Any:
+    raise AdapterError(
+        f"update was called under jax.vmap, where one row of noise would serve {axis_size} sums; add up over the axis "
+        "first, or call it outside of vmap"
+    )
 
 
 def _called(issue: Any, shapes: Any, *arguments: Any) -> Any:
@@ -314,8 +333,16 @@ def _matching(noise: ModelNoise, tree: Any) -> dict[str, Any]:
     needed = {name: shard.size if shard.size == shard.total else None for name, shard in noise.tensors.items()}
     if has != needed:
         changed = [name for name in {**needed, **has} if has.get(name) != needed.get(name)]
+        shapes = {name: jnp.shape(leaf) for name, leaf in found}
+        described = [
+            f"{name} has shape {shapes[name]}, needed are {needed[name]} elements"
+            if name in shapes and needed.get(name) is not None
+            else name
+            for name in changed[:3]
+        ]
         raise AdapterError(
-            f"the leaves are not those that the noise was made for ({', '.join(changed[:3])}): the noise needs "
-            "tensors(tree) of the very tree whose sums it is added to, from the first step to the last"
+            f"the leaves are not those that the noise was made for ({'; '.join(described)}): sum up over the examples "
+            "first, and make the noise for tensors(tree) of the very tree whose sums it is added to, from the first "
+            "step to the last"
         )
     return {name: jnp.asarray(leaf) for name, leaf in found}

@@ -206,6 +206,11 @@ class Release(ABC):
         return self.artifact.n
 
     @property
+    def closed(self) -> bool:
+        """Whether it was ended."""
+        return self._closed
+
+    @property
     def checks_participation(self) -> bool:
         """Whether every step must come with the ids of its examples."""
         return self._check is not None
@@ -551,7 +556,7 @@ def _check_state(artifact: Artifact, key: NoiseKey, state: dict[str, Any]) -> No
         if found != needed:
             raise StateError(
                 f"the state belongs to {what} {needed!s:.64}, not to the given {what} {found}; its noise could not "
-                "go on"
+                f"go on: find the {what} of that run, or begin a new run on data that has not been used"
             )
     fields = {name: value for name, value in state.items() if name not in ("signature", "buffers", "ids")}
     ids = state.get("ids")

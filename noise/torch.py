@@ -19,19 +19,19 @@ from __future__ import annotations
 
 import secrets
 import struct
+import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from mmfact.factorize.errors import AdapterError, ParticipationError, StateError
 from mmfact.noise import checks
 from mmfact.noise.guard import Guard
 from mmfact.noise.key import NoiseKey
-from mmfact.noise.model import ModelNoise
 from mmfact.noise.participation import listed
 from mmfact.noise.release import Shard
-from mmfact.noise.source import NONCE_BYTES, NoiseSource
-from mmfact.noise.stepping import Stepping
+from mmfact.noise.source import NONCE_BYTES
 from mmfact.store.artifact import Artifact
 
 try:
@@ -41,7 +41,9 @@ try:
 except ImportError as error:
     raise AdapterError('mmfact.noise.torch needs torch: pip install "mmfact[torch]"') from error
 
-_WRAPPERS = ("_orig_mod", "_module", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")  # of compile, Opacus, torch
+from mmfact.noise.torch_device import TensorNoise
+from mmfact.noise.torch_parameters import is_split, kind, like, local, rows, trainable
+
 _MARGIN = 1 - 1e-6  # of the clip norm, for the rounding of what is clipped to it
 _PIECE = 1 << 19  # elements of gradients that are clipped at a time
 _WORLD: Any = object()
@@ -51,8 +53,8 @@ class GradientNoise:
     """The noisy mean gradient of a torch model: clips, sums up, adds correlated noise, divides.
 
     Between `step` and the next contribution `p.grad` is the noisy mean; from the first contribution to `step` it is
-    None, so that no optimizer ever meets a sum without noise. Its memory is used again: copy a gradient that is to be
-    kept. Only parameters that require gradients take part.
+    None. Contributions are used once: a step that is refused or interrupted throws them away. Only parameters that
+    require gradients take part.
 
     Parameters
     ----------
@@ -70,7 +72,8 @@ class GradientNoise:
     key : NoiseKey, optional
         The same in every process. Default: a new one, with which the state cannot be saved (one process only).
     optimizer : torch.optim.Optimizer, optional
-        Compared with the artifact's workload at every step: see `mmfact.noise.guard`.
+        Compared with the artifact's workload at every step: see `mmfact.noise.guard`. It must step no other
+        parameters, and is refused a step on gradients of a backward pass that `step` did not make.
     group : process group, optional
         Default: all processes, if torch.distributed was initialized; None for a run of this process alone.
     run, threads, journal, check_participation
@@ -186,8 +189,10 @@ class GradientNoise:
         """Which parameters there are, and what of each this process holds."""
         self._model = model if isinstance(model, nn.Module) else list(model)
         self._parameters = trainable(self._model)
-        self._kinds = {name: _kind(parameter) for name, parameter in self._parameters.items()}
-        self._batch_size = checks.positive("batch size", batch_size)
+        self._kinds = {name: kind(parameter) for name, parameter in self._parameters.items()}
+        self._batch_size = checks.positive("batch size", batch_size, "every noisy sum is divided by it")
+        if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+            raise AdapterError(f"optimizer must be one of torch.optim, or left out, not {type(optimizer).__name__}")
         self._optimizer = optimizer
         # Where there is a device, noise is made there.
         self._devices = {
@@ -195,8 +200,10 @@ class GradientNoise:
         }
         self._shards = {name: self._shard(name, parameter) for name, parameter in self._parameters.items()}
         self._device = next(iter(self._parameters.values())).device  # where the group's backend finds its tensors
-        self._sums: dict[str, Tensor] = {}
-        self._summed = False  # whether there are contributions that no step has used
+        self._sums: dict[str, Tensor] = {}  # contributions that no step has used, if there are any
+        self._examples: int | None = 0  # how many; None where only their sum was given
+        self._given: dict[str, Any] = {}  # the latest noisy means
+        self._stepped = False  # whether the optimizer has not used them yet
 
     def _start(self, make: Callable[[], TensorNoise]) -> None:
         """Have noise in every process, or in none: one that could not begin must not leave the others waiting."""
@@ -213,6 +220,8 @@ class GradientNoise:
             if noise is None:
                 raise failure  # type: ignore[misc]
             self._noise = noise
+            if self._optimizer is not None:
+                _watch(self._optimizer, self)
             self._guard = Guard(noise.artifact.workload)
             self._agree()
         except BaseException:
@@ -253,7 +262,7 @@ class GradientNoise:
             A parameter is missing or unknown, a shape does not fit, or parameters are split over processes.
         """
         self._check_names(per_example)
-        if any(_is_split(parameter) for parameter in self._parameters.values()):
+        if any(is_split(parameter) for parameter in self._parameters.values()):
             raise AdapterError(
                 "parameters are split over processes, so no process sees an example's whole gradient; clip where the "
                 "gradients arise (ghost clipping) and give the sums to add()"
@@ -284,7 +293,7 @@ class GradientNoise:
                         piece = torch.where(usable.to(total.device)[:, None], piece, 0.0)
                     total.view(-1)[columns].add_(factor @ piece)
 
-            self._accumulate(add)
+            self._accumulate(add, len(norms))
 
     def add(self, sums: Mapping[str, Tensor]) -> None:
         """Add sums of gradients that are clipped already to `clip_norm`, over all tensors together.
@@ -302,9 +311,9 @@ class GradientNoise:
         """
         self._check_names(sums)
         with torch.no_grad():
-            own = {name: _local(part.detach(), self._parameters[name]) for name, part in sums.items()}
+            own = {name: local(part.detach(), self._parameters[name]) for name, part in sums.items()}
             for name, part in own.items():
-                shape = _local(self._parameters[name].detach(), self._parameters[name]).shape
+                shape = local(self._parameters[name].detach(), self._parameters[name]).shape
                 if part.shape != shape:
                     raise AdapterError(f"the sum of {name!r} has shape {tuple(part.shape)}; {tuple(shape)} is needed")
                 if part.dtype not in (torch.float32, torch.float64):
@@ -312,9 +321,7 @@ class GradientNoise:
                         f"the sum of {name!r} is {part.dtype}: sums must be float32 or float64, since one that is "
                         "rounded before the noise is added no longer has the sensitivity of the clip norm"
                     )
-                if name in self._sums and part.is_set_to(self._sums[name]):  # the latest p.grad, which is taken away
-                    own[name] = part.clone()
-            self._accumulate(lambda name, total: total.add_(own[name]))
+            self._accumulate(lambda name, total: total.add_(own[name]), None)
 
     def step(self, *, ids: Sequence[Any] | None = None) -> None:
         """End a step: p.grad = (sum of all contributions in all processes + this step's noise) / batch_size.
@@ -335,20 +342,28 @@ class GradientNoise:
         StateError
             The model's parameters are not those of the start; processes disagree; as for `NoiseStream`.
         """
-        self._check_parameters()
-        self._agree()
-        if self._noise.checks_participation:
-            ids = self._all_ids(ids)
-        if self._optimizer is not None:
-            self._guard.check(self._noise.step, self._optimizer.param_groups)
+        if not self._sums and any(self._is_strange(name) for name in self._parameters):
+            warnings.warn(
+                "this step has no contributions, but p.grad was filled by a backward pass; that is ignored: give "
+                "per-example gradients to clip(), or a sum of clipped gradients to add()",
+                stacklevel=2,
+            )
         with torch.no_grad():
-            sums = self._open_sums()
+            sums, examples = self._taken()  # whatever happens from here on, they are used once
+            self._agree(self._changed())
+            if self._noise.checks_participation:
+                ids = self._all_ids(ids, examples)
+            number = self._noise.step
             self._add_noise(sums, ids)
             for name, total in sums.items():
                 parameter = self._parameters[name]
-                if self._processes > 1 and not _is_split(parameter):
+                if self._processes > 1 and not is_split(parameter):
                     dist.all_reduce(total, group=self._group)
-                parameter.grad = _like(total.div_(self._batch_size).to(parameter.dtype), parameter)
+                parameter.grad = like(total.div_(self._batch_size).to(parameter.dtype), parameter)
+                self._given[name] = parameter.grad
+            self._stepped = True
+        if self._optimizer is not None:
+            self._guard.check(number, self._optimizer.param_groups)
 
     def skip_to(self, step: int) -> None:
         """Go forward to `step` without using the noise between; it is gone for this run."""
@@ -364,7 +379,7 @@ class GradientNoise:
         StateError
             There are contributions without noise, which are never stored: call `step` first.
         """
-        if self._summed:
+        if self._sums:
             raise StateError(
                 "a step is under way, and its sums have no noise yet, so they are not stored: call step() first"
             )
@@ -383,23 +398,24 @@ class GradientNoise:
         self._noise.close()
 
     def __repr__(self) -> str:
+        if not hasattr(self, "_noise"):
+            return "GradientNoise(not begun)"
         return f"GradientNoise({self._noise!r}, batch_size={self._batch_size:g}, processes={self._processes})"
+
+    def __reduce__(self) -> NoReturn:
+        raise StateError("it is never pickled or copied, or two would issue the same rows; use state_dict()")
 
     def _add_noise(self, sums: Mapping[str, Tensor], ids: Sequence[Any] | None) -> None:
         """This process's part of the row; no process goes on if one could not."""
-        before, failure = self._noise.step, None
+        failure = None
         try:
             self._noise.add_to({name: self._slice(name, total) for name, total in sums.items()}, ids=ids)
         except Exception as error:
             failure = error
-        finally:
-            if self._noise.step != before:  # the row is spent: sums that may have part of it are never used again
-                self._summed = False
         if self._processes > 1:
             failed = torch.tensor([failure is not None], dtype=torch.int32, device=self._device)
             dist.all_reduce(failed, group=self._group)
             if failed.item() and failure is None:
-                self._summed = False
                 raise StateError(
                     f"{failed.item()} of {self._processes} processes could not add their noise (see their messages), "
                     "so the step's sums are thrown away everywhere; restore all processes from one checkpoint"
@@ -407,15 +423,20 @@ class GradientNoise:
         if failure is not None:
             raise failure
 
-    def _all_ids(self, ids: Sequence[Any] | None) -> Sequence[Any] | None:
-        """The ids of the step in all processes; None if one gave none."""
-        if self._processes == 1:
-            return ids
+    def _all_ids(self, ids: Sequence[Any] | None, examples: int | None) -> Sequence[Any] | None:
+        """The ids of the step in all processes, one for each example clipped; None if a process gave none."""
         try:
             own: Any = None if ids is None else listed(ids)
+            if own is not None and examples is not None and len(own) < examples:
+                raise ParticipationError(
+                    f"{len(own)} ids were given for {examples} clipped gradients; give one for each, of every part of "
+                    "the step"
+                )
         except ParticipationError as error:
             own = error
-        every = self._gathered(own)
+        except Exception as error:  # of the caller's own: no process may wait for one that has left
+            own = ParticipationError(f"the ids could not be read: {error!r:.200}")
+        every = self._gathered(own) if self._processes > 1 else [own]
         for part in every:
             if isinstance(part, ParticipationError):
                 raise part
@@ -427,30 +448,50 @@ class GradientNoise:
         dist.all_gather_object(every, own, group=self._group)
         return every
 
-    def _accumulate(self, add: Callable[[str, Tensor], object]) -> None:
+    def _accumulate(self, add: Callable[[str, Tensor], object], examples: int | None) -> None:
         """add(name, sum) for every tensor. If that is interrupted, all sums of the step are thrown away: an example
         whose gradients are given again must not count twice."""
-        sums, self._summed = self._open_sums(), False
+        sums, before = self._taken()
         for name, total in sums.items():
             add(name, total)
-        self._summed = True
+        self._examples = None if before is None or examples is None else before + examples
+        self._sums = sums
 
-    def _open_sums(self) -> dict[str, Tensor]:
-        """Sums to add to: those of the step under way, or new ones, which takes the latest noisy means away."""
-        if not self._summed:
-            if not self._sums:
-                self._sums = {
-                    name: torch.empty_like(
-                        _local(parameter.detach(), parameter),
-                        dtype=torch.float64 if parameter.dtype == torch.float64 else torch.float32,
-                        memory_format=torch.contiguous_format,
-                    )
-                    for name, parameter in self._parameters.items()
-                }
-            for name, total in self._sums.items():
-                self._parameters[name].grad = None  # it may be this very memory
-                total.zero_()
-        return self._sums
+    def _taken(self) -> tuple[dict[str, Tensor], int | None]:
+        """The sums of the step under way, or new ones, and of how many examples; they are no longer kept here.
+
+        No p.grad stays, since a backward pass may have left a sum without noise there.
+        """
+        for parameter in self._parameters.values():
+            parameter.grad = None
+        self._given.clear()
+        sums, examples = self._sums, self._examples
+        self._sums, self._examples = {}, 0
+        if not sums:
+            sums = {
+                name: torch.zeros_like(
+                    local(parameter.detach(), parameter),
+                    dtype=getattr(torch, self._shards[name].dtype),
+                    memory_format=torch.contiguous_format,
+                )
+                for name, parameter in self._parameters.items()
+            }
+        return sums, examples
+
+    def _is_strange(self, name: str) -> bool:
+        """Whether a gradient is there that no step made."""
+        gradient = self._parameters[name].grad
+        return gradient is not None and gradient is not self._given.get(name)
+
+    def _before_optimizer(self) -> None:
+        """Refuse an optimizer's step on gradients of a backward pass: `step` was forgotten. What was made of a noisy
+        mean since is as good as the mean."""
+        if not self._stepped and any(self._is_strange(name) for name in self._parameters):
+            raise StateError(
+                "the optimizer is about to use gradients that have no noise: they are not what step() made; call "
+                "clip() and step() before the optimizer's step"
+            )
+        self._stepped = False
 
     def _shard(self, name: str, parameter: nn.Parameter) -> Shard:
         """The elements whose noise this process adds."""
@@ -460,8 +501,14 @@ class GradientNoise:
         if dtype == "float64" and name in self._devices:
             raise AdapterError(f"parameter {name!r} is float64 on {parameter.device}; there noise is float32 only")
         total = parameter.numel()
-        if _is_split(parameter):
-            return Shard(*_rows(name, parameter), total, dtype)
+        if is_split(parameter):
+            if parameter.device_mesh.size() != self._processes:
+                raise AdapterError(
+                    f"parameter {name!r} is split over {parameter.device_mesh.size()} processes, but "
+                    f"{self._processes} share this run: each part of them would release the same row with sums of its "
+                    "own; use one mesh over all processes, or give its group as group="
+                )
+            return Shard(*rows(name, parameter), total, dtype)
         # Nearly equal slices: the noise of a parameter is drawn once in all, a part of it by each process.
         first, last = (total * rank // self._processes for rank in (self._rank, self._rank + 1))
         return Shard(last - first, first, total, dtype)
@@ -469,7 +516,7 @@ class GradientNoise:
     def _slice(self, name: str, total: Tensor) -> Any:
         """The elements of a sum that get this process's noise."""
         flat, shard = total.view(-1), self._shards[name]
-        if not _is_split(self._parameters[name]):
+        if not is_split(self._parameters[name]):
             flat = flat[shard.offset : shard.offset + shard.size]
         return flat if name in self._devices else flat.numpy()
 
@@ -481,14 +528,18 @@ class GradientNoise:
         dist.broadcast_object_list(drawn, group=self._group, group_src=0)
         return drawn[0] if run is None else run
 
-    def _agree(self) -> None:
-        """Every process must be about to add the same row of the same release."""
+    def _agree(self, failure: StateError | None = None) -> None:
+        """Every process must be about to add the same row of the same release; one that cannot tells the others."""
         if self._processes == 1:
+            if failure is not None:
+                raise failure
             return
-        agreed = bytearray.fromhex(self._noise.fingerprint()) + struct.pack("<d", self._batch_size)
+        agreed = bytearray.fromhex(self._noise.fingerprint()) + struct.pack("<d?", self._batch_size, failure is None)
         own = torch.frombuffer(agreed, dtype=torch.uint8).to(self._device)
         every = [torch.empty_like(own) for _ in range(self._processes)]
         dist.all_gather(every, own, group=self._group)
+        if failure is not None:
+            raise failure
         differing = [rank for rank, other in enumerate(every) if not torch.equal(other, every[0])]
         if differing:
             raise StateError(
@@ -497,23 +548,39 @@ class GradientNoise:
                 "add up to one release: start all of them with the same, or restore all from one checkpoint"
             )
 
-    def _check_parameters(self) -> None:
+    def _changed(self) -> StateError | None:
         """Adding, removing, freezing or replacing parameters would change what is released."""
         now = trainable(self._model)
         changed = sorted(
             name
             for name in now.keys() | self._parameters.keys()
-            if now.get(name) is not self._parameters.get(name) or _kind(now[name]) != self._kinds[name]
+            if now.get(name) is not self._parameters.get(name) or kind(now[name]) != self._kinds[name]
         )
         if changed:
-            raise StateError(
+            return StateError(
                 f"the model's parameters changed during the run: {changed[0]!r}"
                 f"{f' and {len(changed) - 1} more' if len(changed) > 1 else ''} was added, removed, frozen, unfrozen, "
                 "moved or replaced; the noise of a run belongs to the parameters it began with: restore them, or begin "
                 "a new run on data that has not been used"
             )
+        ours = {id(parameter) for parameter in self._parameters.values()}
+        groups = [] if self._optimizer is None else self._optimizer.param_groups
+        others = [p for group in groups for p in group["params"] if id(p) not in ours]
+        if any(p.requires_grad or p.grad is not None for p in others):
+            return StateError(
+                "the optimizer steps parameters that get no noise: give GradientNoise all of them, or give the "
+                "optimizer only the model's; a frozen one must have p.grad = None"
+            )
+        return None
 
-    def _check_names(self, given: Mapping[str, Tensor]) -> None:
+    def _check_names(self, given: Any) -> None:
+        if not isinstance(given, Mapping):
+            raise AdapterError(f"a mapping of parameter names to tensors is needed, not {type(given).__name__}")
+        for name, tensor in given.items():
+            if not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
+                raise AdapterError(
+                    f"{name!r} is no dense tensor but {getattr(tensor, 'layout', type(tensor).__name__)}"
+                )
         missing = [name for name in self._parameters if name not in given]
         unknown = [name for name in given if name not in self._parameters]
         if missing or unknown:
@@ -523,76 +590,25 @@ class GradientNoise:
             )
 
 
-class TensorNoise(ModelNoise):
-    """Noise for tensors, some of them on devices other than the CPU, where their rows are then made."""
+_watched: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[GradientNoise]] = weakref.WeakKeyDictionary()
 
-    def __init__(
-        self, artifact: Artifact, tensors: Mapping[str, Shard], *, devices: Mapping[str, torch.device], **common: Any
-    ) -> None:
-        self._latched = False
-        self._devices = devices
-        if devices:
-            from mmfact.noise.recurrence import recurrence
 
-            self._rule = recurrence(artifact)
-        super().__init__(artifact, tensors, **common)
+def _watch(optimizer: torch.optim.Optimizer, noise: GradientNoise) -> None:
+    """Have the latest noise of an optimizer look at its gradients before every step."""
+    if optimizer not in _watched:
+        optimizer.register_step_pre_hook(_look)
+    _watched[optimizer] = weakref.ref(noise)
 
-    def _sensitivity(self, way: Stepping) -> float:
-        own = super()._sensitivity(way)
-        return max(own, self._rule.sensitivity) if self._devices else own  # C differs in its last digits
 
-    def _part(self, name: str, shard: Shard, source: NoiseSource, scale: float, way: Stepping) -> Any:
-        if name not in self._devices:
-            return super()._part(name, shard, source, scale, way)
-        from mmfact.noise.torch_device import DevicePart
-
-        return DevicePart(shard, source, self._rule, scale, self._devices[name])
-
-    def _check_out(self, name: str, out: Any, shard: Shard) -> None:
-        if name not in self._devices:
-            super()._check_out(name, out, shard)
-
-    def _shards(self) -> dict[str, list[Any]]:
-        return {name: [*held, "device"] if name in self._devices else held for name, held in super()._shards().items()}
+def _look(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    reference = _watched.get(optimizer)
+    noise = None if reference is None else reference()
+    if noise is not None and not noise._noise.closed:
+        noise._before_optimizer()
 
 
 def _on_cpu(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu"
-
-
-def trainable(model: Any) -> dict[str, nn.Parameter]:
-    """Parameters that require gradients, by names that no wrapper changes."""
-    while isinstance(model, nn.Module):
-        inner = (
-            model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model._modules.get("_orig_mod")
-        )
-        if inner is None:
-            break
-        model = inner
-    if isinstance(model, nn.Module) and any(
-        type(part).__name__ == "FullyShardedDataParallel" for part in model.modules()
-    ):
-        raise AdapterError(
-            "FullyShardedDataParallel hides which elements a process holds; use torch.distributed.fsdp.fully_shard"
-        )
-    pairs = model.named_parameters() if isinstance(model, nn.Module) else model
-    found: dict[str, nn.Parameter] = {}
-    seen: set[int] = set()  # a tied parameter goes by its first name
-    for name, parameter in pairs:
-        name = ".".join(part for part in str(name).split(".") if part not in _WRAPPERS)
-        if name in found and found[name] is not parameter:
-            raise AdapterError(f"two parameters are named {name!r}; the noise of each needs a name of its own")
-        if parameter.requires_grad and id(parameter) not in seen:
-            found[name] = parameter
-            seen.add(id(parameter))
-    if not found:
-        raise AdapterError("the model has no parameter that requires gradients; there is nothing to add noise to")
-    return found
-
-
-def _kind(parameter: Tensor) -> tuple[Any, ...]:
-    """What a parameter must keep in a run besides its identity."""
-    return parameter.shape, parameter.device
 
 
 def _pieces(gradients: Tensor) -> Iterator[tuple[slice, Tensor]]:
@@ -609,46 +625,3 @@ def _pieces(gradients: Tensor) -> Iterator[tuple[slice, Tensor]]:
 
 def _norms(rows: Tensor) -> Tensor:
     return torch.linalg.vector_norm(rows, dim=1)
-
-
-def _is_split(parameter: Tensor) -> bool:
-    return hasattr(parameter, "placements")  # a DTensor, without an import of what not every torch has
-
-
-def _rows(name: str, parameter: Any) -> tuple[int, int]:
-    """(elements, first element) of what this process holds of a parameter that is split by rows."""
-    from torch.distributed.tensor import Replicate
-    from torch.distributed.tensor import Shard as Split
-
-    splits = [placement for placement in parameter.placements if not isinstance(placement, Replicate)]
-    if len(splits) != 1 or type(splits[0]) is not Split or splits[0].dim != 0:
-        raise AdapterError(
-            f"parameter {name!r} is split as {parameter.placements}; only a split by rows is supported (fully_shard "
-            "makes that)"
-        )
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
-    row = parameter.numel() // max(len(parameter), 1)
-    local = parameter.to_local().numel()
-    return local, offset[0] * row if local else 0
-
-
-def _local(tensor: Any, parameter: Any) -> Tensor:
-    """This process's part of `tensor`, split as the parameter is."""
-    if not _is_split(tensor):
-        return tensor
-    if tensor.placements != parameter.placements:
-        tensor = tensor.redistribute(parameter.device_mesh, parameter.placements)
-    return tensor.to_local()
-
-
-def _like(local: Tensor, parameter: Any) -> Tensor:
-    """A gradient of the parameter's own kind."""
-    if not _is_split(parameter):
-        return local
-    from torch.distributed.tensor import DTensor
-
-    return DTensor.from_local(
-        local, parameter.device_mesh, parameter.placements, shape=parameter.shape, stride=parameter.stride()
-    )

@@ -7,6 +7,7 @@ again.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -15,9 +16,12 @@ import torch
 from torch import Tensor
 
 from mmfact.noise import chacha
-from mmfact.noise.recurrence import Recurrence
+from mmfact.noise.model import ModelNoise
+from mmfact.noise.recurrence import Recurrence, recurrence
 from mmfact.noise.release import Shard
 from mmfact.noise.source import NoiseSource
+from mmfact.noise.stepping import Stepping
+from mmfact.store.artifact import Artifact
 
 _PIECE = 1 << 22  # elements drawn at a time: what a draw needs beside them is some tens of bytes for each
 
@@ -101,3 +105,32 @@ def _leaves(state: Any) -> list[Tensor]:
     if isinstance(state, Tensor):
         return [state]
     return [leaf for part in state for leaf in _leaves(part)] if isinstance(state, tuple | list) else []
+
+
+class TensorNoise(ModelNoise):
+    """Noise for tensors, some of them on devices other than the CPU, where their rows are then made."""
+
+    def __init__(
+        self, artifact: Artifact, tensors: Mapping[str, Shard], *, devices: Mapping[str, torch.device], **common: Any
+    ) -> None:
+        self._latched = False
+        self._devices = devices
+        if devices:
+            self._rule = recurrence(artifact)
+        super().__init__(artifact, tensors, **common)
+
+    def _sensitivity(self, way: Stepping) -> float:
+        own = super()._sensitivity(way)
+        return max(own, self._rule.sensitivity) if self._devices else own  # C differs in its last digits
+
+    def _part(self, name: str, shard: Shard, source: NoiseSource, scale: float, way: Stepping) -> Any:
+        if name not in self._devices:
+            return super()._part(name, shard, source, scale, way)
+        return DevicePart(shard, source, self._rule, scale, self._devices[name])
+
+    def _check_out(self, name: str, out: Any, shard: Shard) -> None:
+        if name not in self._devices:
+            super()._check_out(name, out, shard)
+
+    def _shards(self) -> dict[str, list[Any]]:
+        return {name: [*held, "device"] if name in self._devices else held for name, held in super()._shards().items()}

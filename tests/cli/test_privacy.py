@@ -48,13 +48,31 @@ def test_from_a_noise_multiplier(privacy):
 
 
 def test_every_figure_says_what_it_assumes(privacy):
-    """Each line of the table ends with a participation: one step, K steps, or Poisson sampling for the rival."""
-    for options, ours in ((("--epochs", 1), "at most one step"), (("--epochs", 3), "at most 3 steps, each 14 after")):
-        out = privacy("prefix-sum", "--epsilon", 1, "--delta", 1e-6, *options, *REGRET).out
-        rows = [line for line in out.splitlines() if re.match(r"(noise|epsilon|mu|rho|sens|RMSE|mean|amplified)", line)]
+    """Each line of the table ends with a participation, that of the rival with its own; in full they stand below."""
+    cases = (
+        (1, "one step an example", "at most one step; nothing"),
+        (3, "3 steps an example, 14 apart", "at most 3 steps, each 14 after the one before; nothing"),
+    )
+    for epochs, ours, full in cases:
+        out = privacy("prefix-sum", "--epsilon", 1, "--delta", 1e-6, "--epochs", epochs, *REGRET).out
+        table, below = out.split("for dp-accounting")
+        rows = [line for line in table.splitlines() if re.match(r"(noise|epsilon|mu|rho|sens|RMSE|mean|ampl)", line)]
         assert len(rows) >= 12
         for row in rows:
-            assert ("Poisson sampling" if row.startswith("amplified") else ours) in row, row
+            assert row.rstrip().endswith(f"Poisson, q = {epochs}/40" if row.startswith("amplified") else ours), row
+        assert full in below
+        assert re.search(rf"assumed of amplified DP-SGD: Poisson .* with probability {epochs} / 40", below)
+
+
+def test_the_error_is_that_of_the_artifact_times_sigma(privacy, mmfact, shelf):
+    """The RMSE that `compile` printed is the one of an iterate at sigma 1 and clip norm 1."""
+    printed = mmfact("inspect", "momentum", "--store", shelf, "--json").json["certificate"]["rmse"]
+    out = privacy("momentum", "--noise-multiplier", 2, "--delta", 1e-6).out
+    shown, factor = re.search(
+        r"^RMSE at clip norm 1 +(\S+)  of an iterate: sigma x the artifact's (\S+)", out, re.M
+    ).groups()
+    assert float(factor) == pytest.approx(printed, rel=1e-4)
+    assert float(shown) == pytest.approx(2 * printed, rel=1e-5)
 
 
 def test_json(privacy):
@@ -78,7 +96,7 @@ def test_several_epochs(privacy):
     assert three["noise_multiplier"] / one["noise_multiplier"] == pytest.approx(three["sensitivity_ratio"], rel=1e-12)
     assert 3**0.5 <= three["sensitivity_ratio"] <= 3
     out = privacy("momentum", "--epsilon", 1, "--delta", 1e-6, "--epochs", 3).out
-    assert "the runtime and its participation check are for one participation" in out
+    assert "note: the runtime cannot issue noise for 3 passes" in out
     assert "note:" not in privacy("momentum", "--epsilon", 1, "--delta", 1e-6).out
 
 
@@ -116,6 +134,7 @@ BAD = [
     ((*SIGMA, *DELTA, "--epochs", -2), "epochs"),
     ((*SIGMA, *DELTA, "--epochs", 41), "epochs"),
     ((*SIGMA, *DELTA, "--epochs", 1.5), "--epochs"),
+    (("--noise-multiplier", 0.0015, *DELTA, "--epochs", 40), "noise multiplier 0.0015 over 40 passes counts as"),
     ((*SIGMA, *DELTA, *REGRET[:6]), "--dimension"),
     ((*SIGMA, *DELTA, *REGRET[2:]), "--lipschitz"),
     ((*SIGMA, *DELTA, *REGRET[:-1], 0), "dimension"),

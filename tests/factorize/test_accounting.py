@@ -1,6 +1,7 @@
 """Privacy statements and subsampled DP-SGD: goldens, integrals on a grid, dense sensitivities, a library's trap."""
 
 import math
+import re
 import subprocess
 import sys
 
@@ -238,6 +239,7 @@ def test_several_epochs_from_the_dense_matrix(kind, epochs):
     assert gaussian_delta(1 / found.mu, found.epsilon) <= 1e-6
     assert found.separation == b
     assert f"at most {epochs} steps" in found.participation
+    assert found.label == f"{epochs} steps an example, {b} apart"
     back = privacy_statement(*parts, delta=1e-6, epsilon=1.5, epochs=epochs)
     assert back.noise_multiplier == pytest.approx(ratio * gaussian_noise_multiplier(1.5, 1e-6), rel=1e-5)
     assert gaussian_delta(back.noise_multiplier / back.sensitivity_ratio, 1.5) <= 1e-6
@@ -278,16 +280,26 @@ def test_the_verdict_follows_the_error(compiled):
     assert f"{high.rival.rmse / high.rmse:.3g} times" in high.verdict
 
 
+def test_of_several_epochs_no_artifact_wins(compiled):
+    """The runtime refuses such a run: the verdict is what would be."""
+    made = privacy_statement(*compiled["prefix"], delta=1e-6, epsilon=8.0, epochs=3)
+    assert made.rmse < made.rival.rmse
+    assert "would win, if the runtime supported 3 passes" in made.verdict
+    assert "wins" not in made.verdict
+
+
 def test_no_rival_where_none_can_be_accounted_for(compiled):
     """Epsilon 0 (this delta alone allows the noise), epsilons without end, and tiny ones at a tiny delta."""
-    for options in (
-        {"noise_multiplier": 100.0, "delta": 0.1},
-        {"noise_multiplier": 0.002, "delta": 1e-6},
-        {"epsilon": 0.02, "delta": 1e-12},
+    for options, why in (
+        ({"noise_multiplier": 100.0, "delta": 0.1}, "only for epsilon 0.01 to 1000, and this is 0"),
+        ({"epsilon": 0.001, "delta": 1e-6}, "only for epsilon 0.01 to 1000, and this is 0.001"),
+        ({"noise_multiplier": 0.002, "delta": 1e-6}, "only for epsilon 0.01 to 1000, and this is 12"),
+        ({"epsilon": 0.02, "delta": 1e-12}, "epsilon 0.02 at delta 1e-12"),
     ):
         made = privacy_statement(*compiled["momentum"], **options)
         assert made.rival is None
-        assert "amplified DP-SGD can be set beside this" in made.verdict
+        assert made.verdict.startswith("none; ")
+        assert why in made.verdict
     by_rdp = privacy_statement(*compiled["momentum"], epsilon=1.0, delta=1e-12).rival
     assert list(by_rdp.noise_multipliers) == [RDP]
 
@@ -317,6 +329,14 @@ BAD_STATEMENTS = [
     ({"epsilon": 1.0, "epochs": 1.5}, "epochs"),
     ({"epsilon": 1.0, "epochs": math.nan}, "epochs"),
 ]
+
+
+def test_a_noise_multiplier_that_counts_for_too_little_is_refused_as_it_was_given(compiled):
+    """Its message has the figure that was asked about, what it counts as, and figures that are large enough."""
+    with pytest.raises(PrivacyError, match=r"noise multiplier 0\.0015 over 30 passes counts as") as caught:
+        privacy_statement(*compiled["momentum"], delta=1e-6, noise_multiplier=0.0015, epochs=30)
+    enough = float(re.search(r"give about (\S+) to", str(caught.value))[1])
+    privacy_statement(*compiled["momentum"], delta=1e-6, noise_multiplier=enough, epochs=30)
 
 
 @pytest.mark.parametrize(("bad", "match"), BAD_STATEMENTS)

@@ -54,6 +54,11 @@ def test_silent_where_schedulers_round() -> None:
     assert warned(Guard(compiled()), lambda step: [settings(lr=float(np.float32(RATES[step] * noise[step])))]) == []
 
 
+def test_silent_about_a_warm_up_from_nothing() -> None:
+    """torch's schedulers may start at 0, where no workload can."""
+    assert warned(Guard(compiled()), lambda step: [settings(lr=0.1 * RATES[step] if step else 0.0)]) == []
+
+
 def test_each_group_has_its_own_factor() -> None:
     groups: Any = lambda step: [settings(lr=0.1 * RATES[step]), settings(lr=3 * RATES[step])]  # noqa: E731
     assert warned(Guard(compiled()), groups) == []

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -328,7 +329,8 @@ def test_one_example_moves_the_released_sum_by_the_clip_norm_at_most(attach: Cal
     features = features * torch.logspace(-3, 4, len(features))[:, None]
 
     def released(rows: Any) -> Any:
-        loop = private(mode, reduction="sum", rate=1.0, momentum=0.0)
+        loader = data.DataLoader(data.TensorDataset(features, labels), batch_size=len(features))
+        loop = private(mode, loader=loader, reduction="sum", rate=1.0, momentum=0.0)
         attach(loop)
         start = loop.parameters().double()
         loop.train([(features[rows], labels[rows])])
@@ -590,6 +592,21 @@ def test_a_loader_that_is_longer_than_the_horizon_is_refused_at_the_start(
     assert not (tmp_path / "journal").exists()
 
 
+@pytest.mark.filterwarnings("always::mmfact.noise.guard.WorkloadMismatch")
+def test_a_loader_that_is_shorter_than_the_horizon_is_told_of_once(attach: Callable[..., Any]) -> None:
+    """Its noise is private and not optimal; one of the compiled length, or of none, says nothing."""
+    for batch, told in ((BATCH + 2, True), (BATCH, False)):
+        loop = private(loader=data.DataLoader(examples(), batch_size=batch), momentum=0.9)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            attach(loop)
+            loop.train(list(loop.loader)[:2])
+            attach(private(), data_loader=None)
+        found = [str(warning.message) for warning in caught if "one pass of the loader" in str(warning.message)]
+        assert len(found) == told
+        assert all("8 steps" in message and "for 12" in message and "--n 8" in message for message in found)
+
+
 def test_past_the_horizon_no_step_is_taken(attach: Callable[..., Any]) -> None:
     loop = private()
     attach(loop, data_loader=None)
@@ -618,6 +635,25 @@ def test_ids_are_checked_over_the_batches_of_a_step(attach: Callable[..., Any]) 
             loop.train([(features, labels)])
     assert noise.step_number == 3
     assert noise.ledger()["participation"]["examples"] == 12
+
+
+def test_after_a_refused_step_the_next_one_has_its_own_ids(attach: Callable[..., Any]) -> None:
+    """The refused batch is thrown away as a whole: its sums and its ids."""
+    loop, alone = private(), private()
+    noise, other = attach(loop, check_participation=True), attach(alone)
+    batches = list(loop.loader)
+    for number, ids in enumerate(([0, 1, 2, 3], [4, 5, 0, 6], [7, 8, 9, 10])):
+        noise.took_part(ids)
+        if number == 1:
+            with pytest.raises(ParticipationError, match="the id 0 of step 1"):
+                loop.train(batches[1:2])
+            loop.optimizer.zero_grad()
+        else:
+            loop.train(batches[number : number + 1])
+            alone.train(batches[number : number + 1])
+    assert noise.step_number == other.step_number == 2
+    assert noise.ledger()["participation"]["examples"] == 8
+    assert torch.equal(loop.parameters(), alone.parameters())
 
 
 def test_ids_are_needed_when_they_are_checked(attach: Callable[..., Any]) -> None:
@@ -650,10 +686,11 @@ def test_optimizers_that_clip_otherwise_are_refused(built: Callable[..., Any], k
         net, optimizer = _own(kind, **options)
         with pytest.raises(AdapterError, match=f"{kind.__name__}.*one clip norm"):
             adapter.correlate(optimizer, net, built("buffered", "float64").artifact, data_loader=None, key=key)
-    with pytest.raises(AdapterError, match="SGD"):
-        adapter.correlate(
-            torch.optim.SGD(net.parameters(), lr=0.1), net, built("buffered", "float64").artifact, data_loader=None
-        )
+    for first, second in ((torch.optim.SGD(net.parameters(), lr=0.1), net), (net, optimizer)):  # plain; swapped
+        with pytest.raises(
+            AdapterError, match=rf"is a {type(first).__name__}, not one that .*correlate\(optimizer, mo"
+        ):
+            adapter.correlate(first, second, built("buffered", "float64").artifact, data_loader=None, key=key)
 
 
 @pytest.mark.parametrize("options", [{"secure_mode": True}, {"generator": torch.Generator()}])
@@ -717,6 +754,43 @@ def test_ghost_clipping_refuses_gradients_that_were_not_clipped(attach: Callable
     with pytest.raises(AdapterError, match="second backward pass"):
         loop.criterion(loop.model(features), labels).backward()
     assert noise.step_number == 0
+
+
+@pytest.mark.parametrize("other", ["a forward pass of its own", "the same forward pass"])
+def test_ghost_clipping_refuses_a_second_backward_pass_of_a_plain_loss(attach: Callable[..., Any], other: str) -> None:
+    """Its gradients would come to those that were clipped, not clipped themselves."""
+    loop = private("ghost")
+    noise = attach(loop)
+    features, labels = next(iter(loop.loader))
+    found = loop.model(features)
+    plain = 100 * (found if other == "the same forward pass" else loop.model(features)).square().sum()
+    loop.criterion(found if other == "the same forward pass" else loop.model(features), labels).backward()
+    with pytest.raises((AdapterError, RuntimeError), match=r"second backward pass .* is not clipped|second time"):
+        plain.backward()
+    assert noise.step_number == 0
+
+
+class Folding(nn.Module):
+    """Every example is three rows of the one layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 3)
+
+    def forward(self, features: Any) -> Any:
+        return self.layer(features.reshape(-1, 2)).reshape(len(features), 3, 3).sum(1)
+
+
+@modes
+def test_a_model_that_folds_a_dimension_into_the_batch_is_refused(attach: Callable[..., Any], mode: str) -> None:
+    """An example would be clipped in three parts, and move the sum by three times the clip norm."""
+    loop = private(mode, Folding())
+    noise = attach(loop)
+    before = loop.parameters()
+    with pytest.raises(AdapterError, match=r"12 .*folds another dimension into the batch"):
+        loop.train(list(loop.loader)[:1])
+    assert noise.step_number == 0
+    assert torch.equal(loop.parameters(), before)
 
 
 def test_ghost_clipping_asks_for_its_module_its_precision_and_one_backward_pass(attach: Callable[..., Any]) -> None:

@@ -227,11 +227,11 @@ def test_rows_do_not_depend_on_the_sharding(kind: type[ModelNoise], noise_of: An
 @pytest.mark.skipif(WIDE, reason="this is the child")
 def test_in_float64_and_on_four_devices() -> None:
     environment = {"JAX_ENABLE_X64": "1", "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
-    chosen = "whole_run or streams_of or sharding"
+    chosen = "whole_run or streams_of or sharding or finer_sums"
     command = [sys.executable, "-m", "pytest", "-n", "0", "-p", "no:cacheprovider", __file__, "-k", chosen]
     child = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, check=False)
     assert child.returncode == 0, child.stdout
-    assert "11 passed" in child.stdout
+    assert "13 passed" in child.stdout
     assert "skipped" not in child.stdout
 
 
@@ -397,9 +397,17 @@ def test_other_leaves_are_refused(change: str, noise_of: Any, params: Any) -> No
     with pytest.raises(AdapterError, match="not those that the noise was made for") as caught:
         transformation.update(sums, state)
     assert name in str(caught.value)
+    assert change != "reshaped" or f"{w} has shape (6, 3), needed are 21 elements" in str(caught.value)
     with pytest.raises(AdapterError):
         transformation.init(sums)
     assert noise.step == 0
+
+
+def test_gradients_of_examples_instead_of_their_sum_are_refused_with_their_shape(noise_of: Any, params: Any) -> None:
+    transformation = add_noise(noise_of())
+    each = jax.tree.map(lambda leaf: jnp.zeros((5, *leaf.shape), DTYPE), params)
+    with pytest.raises(AdapterError, match=r"\['layer'\]\['b'\] has shape \(5, 3\), needed are 3 .* over the examples"):
+        transformation.update(each, transformation.init(params))
 
 
 def test_a_state_of_the_other_kind_of_noise_is_refused(noise_of: Any, params: Any) -> None:
@@ -423,6 +431,47 @@ def test_an_empty_tree_is_refused() -> None:
 def test_what_is_no_model_noise_is_refused(noise_of: Any, key: NoiseKey) -> None:
     with pytest.raises(StateError, match="ModelNoise or DeviceNoise"):
         add_noise(NoiseStream(noise_of().artifact, 3, **SCALES, key=key))
+
+
+@kinds
+@pytest.mark.parametrize("way", ["vmap", "jit of vmap", "vmap of jit"])
+def test_under_vmap_it_is_refused(kind: type[ModelNoise], way: str, noise_of: Any, small: Any) -> None:
+    """One row would serve every sum of the axis: their differences would be free of noise. None is issued."""
+    noise = noise_of(kind, tree=small)
+    transformation = add_noise(noise)
+    state = transformation.init(small)
+    one: Callable[[Any], Any] = lambda sums: transformation.update(sums, state)[0]  # noqa: E731
+    several = {"vmap": jax.vmap(one), "jit of vmap": jax.jit(jax.vmap(one)), "vmap of jit": jax.vmap(jax.jit(one))}[way]
+    with pytest.raises(AdapterError, match=r"under jax\.vmap, where one row of noise would serve 3 sums"):
+        several(jax.tree.map(lambda leaf: jnp.stack([leaf] * 3), zeros(small)))
+    assert noise.step == 0
+
+
+def test_buffers_that_were_cast_are_refused(noise_of: Any, small: Any) -> None:
+    """In bf16 they would be another strategy's, whose sensitivity nobody computed."""
+    noise = noise_of(DeviceNoise, tree=small)
+    transformation = add_noise(noise)
+    state = transformation.init(small)
+    assert state.held
+    cast = state._replace(held=jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), state.held))
+    with pytest.raises(AdapterError, match="buffers were cast"):
+        transformation.update(zeros(small), cast)
+    assert noise.step == 0
+
+
+@kinds
+def test_finer_sums_do_not_show_below_the_grid_of_the_noise(kind: type[ModelNoise], noise_of: Any) -> None:
+    """float64 sums of 1e-12 and so on added to float32 noise: what comes out is a float32 number."""
+    if not WIDE:
+        pytest.skip("runs in the child process, which has float64")
+    noise = noise_of(kind, tree={"w": jnp.zeros(4, np.float32)})
+    transformation = add_noise(noise)
+    sums = {"w": jnp.asarray([np.pi * 1e-9, 1e-12, 0.0, 1.0], np.float64)}
+    noisy, _ = jax.jit(transformation.update)(sums, transformation.init({"w": jnp.zeros(4, np.float32)}))
+    found = np.asarray(noisy["w"])
+    assert found.dtype == np.float64
+    np.testing.assert_array_equal(found, found.astype(np.float32))
+    assert np.abs(found).min() > 1e-3  # noise is there
 
 
 def test_several_processes_are_refused(noise_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import pickle
 import subprocess
 import sys
 import weakref
@@ -367,6 +368,128 @@ def test_sums_without_noise_are_never_in_grad(noise: Any) -> None:
     assert all(p.grad is not None for p in model.parameters())
 
 
+def test_contributions_are_used_once(built: Any, noise: Any, summed: Any) -> None:
+    """A step that is refused throws them away: given again with the next ones, they would count twice."""
+    model = net(torch.float64)
+    gradients = noise(model, check_participation=True)
+    first, second = random_gradients(model, 1), random_gradients(model, 1)
+    gradients.clip(first)
+    gradients.step(ids=["ann"])
+    gradients.clip(first)
+    with pytest.raises(ParticipationError, match="'ann' of step 1 took part in an earlier step"):
+        gradients.step(ids=["ann"])
+    assert all(p.grad is None for p in model.parameters())
+    assert gradients.state_dict()["step"] == 1  # nothing without noise is held
+    gradients.clip(second)
+    gradients.step(ids=["ben"])
+    norm = np.sqrt(sum(float(part.square().sum()) for part in second.values()))
+    for name, found in summed(model, 1).items():
+        wanted = second[name][0].numpy() * min(1, CLIP / norm)
+        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-12)
+
+
+def test_fewer_ids_than_examples_are_refused(noise: Any) -> None:
+    """Over all parts of a step; sums that come ready-made are not counted."""
+    model = net()
+    gradients = noise(model, check_participation=True)
+    for part in (2, 3):
+        gradients.clip(random_gradients(model, part))
+    with pytest.raises(ParticipationError, match="4 ids were given for 5 clipped gradients"):
+        gradients.step(ids=range(4))
+    assert gradients.step_number == 0
+    for part in (2, 3):
+        gradients.clip(random_gradients(model, part))
+    gradients.step(ids=range(5))
+    gradients.add(random_gradients(model))
+    gradients.step(ids=[9])
+
+
+def test_a_gradient_that_somebody_kept_never_shows_a_sum(noise: Any) -> None:
+    model = net()
+    gradients = noise(model)
+    gradients.step()
+    kept = {name: p.grad for name, p in model.named_parameters()}
+    before = {name: grad.clone() for name, grad in kept.items()}
+    gradients.clip(random_gradients(model, 3))
+    assert all(torch.equal(kept[name], before[name]) for name in kept)
+
+
+def test_a_backward_pass_in_place_of_clip_is_noticed(noise: Any) -> None:
+    """Its gradients have no noise: the optimizer is refused them; and a step without contributions says so."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    gradients = noise(model, optimizer=optimizer)
+
+    def backward() -> None:
+        optimizer.zero_grad()
+        sum(p.sum() for p in model.parameters()).backward()
+
+    backward()
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(StateError, match="about to use gradients that have no noise"):
+        optimizer.step()
+    assert same(model.state_dict(), before)
+    with pytest.warns(UserWarning, match="filled by a backward pass; that is ignored"):
+        gradients.step()
+    for p in model.parameters():
+        p.grad = p.grad * 0.5  # what is made of a noisy mean is post-processing
+    optimizer.step()
+    backward()
+    with pytest.raises(StateError, match="no noise"):
+        optimizer.step()
+    gradients.close()  # the run is over: the optimizer is its owner's
+    optimizer.step()
+
+
+def test_the_latest_noise_of_an_optimizer_looks_at_it(noise: Any) -> None:
+    """As after a restart within one process, whatever became of the one before."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    earlier = noise(model, optimizer=optimizer)
+    later = noise(model, optimizer=optimizer)
+    for _ in range(2):
+        later.step()
+        optimizer.step()
+    assert earlier.step_number == 0
+
+
+def test_parameters_without_noise_are_not_stepped(noise: Any) -> None:
+    """Another model's, one that was frozen with a gradient left in it, one that was added on the way."""
+    model, extra = net(), nn.Parameter(torch.zeros(3))
+    optimizer = torch.optim.SGD([*model.parameters(), extra], lr=0.1)
+    with pytest.raises(StateError, match="steps parameters that get no noise"):
+        noise(model, optimizer=optimizer).step()
+    extra.requires_grad_(False)
+    gradients = noise(model, optimizer=optimizer)
+    gradients.step()
+    extra.grad = torch.ones(3)
+    with pytest.raises(StateError, match="steps parameters that get no noise"):
+        gradients.step()
+    assert gradients.step_number == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ([torch.zeros(1)], "a mapping of parameter names"),
+        ({"scale": np.zeros(1)}, "'scale' is no dense tensor but ndarray"),
+        ({"scale": torch.zeros(2).to_sparse()}, "'scale' is no dense tensor but torch.sparse_coo"),
+    ],
+)
+@pytest.mark.parametrize("way", ["clip", "add"])
+def test_what_is_no_mapping_of_tensors_is_refused(noise: Any, way: str, given: Any, words: str) -> None:
+    with pytest.raises(AdapterError, match=words):
+        getattr(noise(net()), way)(given)
+
+
+def test_it_is_not_copied(noise: Any) -> None:
+    gradients = noise(net())
+    for copied in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(StateError, match="never pickled or copied"):
+            copied(gradients)
+    assert repr(GradientNoise.__new__(GradientNoise)) == "GradientNoise(not begun)"
+
+
 def test_sums_that_arrive_in_the_memory_of_grad_are_not_lost(noise: Any, summed: Any) -> None:
     """As after zero_grad(set_to_none=False) and a backward pass."""
     model = net(torch.float64)
@@ -397,7 +520,7 @@ def test_add_refuses_what_does_not_fit(noise: Any, change: Any, words: str) -> N
     change(sums)
     with pytest.raises(AdapterError, match=words):
         gradients.add(sums)
-    assert not gradients._summed
+    assert not gradients._sums
 
 
 def check_bfloat16(model: Any, gradients: Any, rows: Any) -> None:
@@ -438,10 +561,17 @@ def test_noise_that_was_cast_first_betrays_the_sum(noise: Any, rows: Any, monkey
     right, wrong = torch.full((4096,), 0.37), torch.full((4096,), 0.41)
 
     def on_grid(guess: Any) -> float:
-        gradients = noise(model, batch_size=1)
+        gradients, noisy = noise(model, batch_size=1), []
+        real = gradients._add_noise
+
+        def recording(sums: Any, ids: Any) -> None:
+            real(sums, ids)
+            noisy.append(sums["w"].clone())
+
+        gradients._add_noise = recording
         gradients.add({"w": right})
         gradients.step()
-        rest = gradients._sums["w"].double() - guess.double()
+        rest = noisy[0].double() - guess.double()
         return float(((rest - rest.bfloat16().double()).abs() < 1e-6).double().mean())
 
     assert abs(on_grid(right) - on_grid(wrong)) < 0.05
@@ -652,8 +782,8 @@ def test_a_whole_run_is_a_matrix_product(built: Any, key: NoiseKey, name: str, s
     contributed: list[dict[str, np.ndarray]] = []
     real = gradients._accumulate
 
-    def recording(add: Any) -> None:
-        real(add)
+    def recording(add: Any, examples: Any) -> None:
+        real(add, examples)
         contributed.append({name: total.double().numpy().copy() for name, total in gradients._sums.items()})
 
     gradients._accumulate = recording

@@ -150,6 +150,19 @@ def test_a_process_that_cannot_begin_keeps_the_others_from_it(
 
 
 @several
+def test_a_process_whose_parameters_changed_leaves_no_other_waiting(seen: Any, world: int) -> None:
+    *others, changed = (rank["frozen on one"] for rank in seen[world])
+    assert changed.startswith("StateError: the model's parameters changed during the run: 'bias'")
+    assert all(other.startswith(f"StateError: processes {world - 1} do not agree") for other in others)
+
+
+def test_parameters_split_over_some_processes_only_are_refused(seen: Any) -> None:
+    assert all(
+        "AdapterError: parameter 'weight' is split over 2 processes, but 4" in rank["submesh"] for rank in seen[4]
+    )
+
+
+@several
 def test_processes_share_a_run_nonce_that_is_new(seen: Any, world: int) -> None:
     assert len({rank["run nonce"] for rank in seen[world]}) == 1
     assert seen[world][0]["run nonce"] != seen[4 if world == 2 else 2][0]["run nonce"]

@@ -199,6 +199,15 @@ def disagreements(me: Rank) -> None:
     me.seen["differs: journal"] = me.refusal(lambda: me.noise(model, journal=journal))
     nonce = me.noise(model, run=None).run
     me.seen["run nonce"] = nonce
+    frozen = nn.Linear(5, 3)
+    gradients = me.noise(frozen)
+    if me.last:
+        frozen.bias.requires_grad_(False)
+    me.seen["frozen on one"] = me.refusal(gradients.step)
+    if me.world == 4:  # pairs that share parameters, in a run of all: each pair would release the same row
+        layer = nn.Linear(5, 4)
+        fully_shard(layer, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("pair", "place"))["place"])
+        me.seen["submesh"] = me.refusal(lambda: me.noise(layer))
 
 
 def participation(me: Rank) -> None:
