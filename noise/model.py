@@ -170,10 +170,11 @@ class ModelNoise(Release):
         given = {name: [shard.total, shard.dtype] for name, shard in _named(shards).items()}
         if given != known:
             changed = sorted(name for name in given.keys() | known.keys() if given.get(name) != known.get(name))
+            then, now = known.get(changed[0], "nothing"), given.get(changed[0], "nothing")
             raise StateError(
-                f"the model is not the one that the state was saved for: {_some(changed)} "
-                "was added, removed, or has another size or precision; restore with the model of then, or start a new "
-                "run on data that has not been used"
+                f"the model is not the one that the state was saved for: {_some(changed)} differ in size or precision, "
+                f"or were added or removed ({changed[0]!r} was {then}, is {now}); restore with the model of then, or "
+                "start a new run on data that has not been used"
             )
         return cls(artifact, shards, **common)
 

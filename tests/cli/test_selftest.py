@@ -34,8 +34,8 @@ def too_small(few: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Noise from buffers is 5 % too small: far beyond the bound, which is 1.6 % at this size."""
     made = BufferedStepper.__init__
 
-    def init(self: Any, strategy: Any, scale: float, *rest: Any) -> None:
-        made(self, strategy, scale * 0.95, *rest)
+    def init(self: Any, coefficients: Any, scale: float, *rest: Any, **options: Any) -> None:
+        made(self, coefficients, scale * 0.95, *rest, **options)
 
     monkeypatch.setattr(BufferedStepper, "__init__", init)
 

@@ -234,6 +234,7 @@ def test_any_number_of_threads_up_to_64_will_do(threads: Any, stream: Any) -> No
 PUBLIC = (
     "artifact",
     "checks_participation",
+    "closed",
     "clip_norm",
     "dtype",
     "horizon",

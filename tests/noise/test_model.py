@@ -320,6 +320,7 @@ def test_a_model_larger_than_the_machine_is_refused(model: Any, monkeypatch: pyt
 PUBLIC = (
     "artifact",
     "checks_participation",
+    "closed",
     "clip_norm",
     "horizon",
     "key",
