@@ -122,7 +122,16 @@ def _describing(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
-_KINDS = click.Choice(["prefix-sum", "sgd", "momentum", "custom"])
+class _Kind(click.Choice):  # type: ignore[type-arg, unused-ignore]
+    """A workload, not an optimizer."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if str(value).lower() in ("adam", "adamw"):
+            self.fail(f"{value!r} is not a workload: for Adam use momentum with --beta at its first beta", param, ctx)
+        return super().convert(value, param, ctx)
+
+
+_KINDS = _Kind(["prefix-sum", "sgd", "momentum", "custom"])
 
 
 @commands.command("compile")

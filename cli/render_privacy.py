@@ -1,4 +1,4 @@
-"""What `mmfact privacy` prints: every figure rounded up, with its accountant and the participation it assumes."""
+"""What `mmfact privacy` prints: figures rounded up, each with its accountant and who takes part; then that in full."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def statement(ref: str, artifact: Artifact, made: PrivacyStatement, regret: Regr
     table.add_column("value", justify="right", no_wrap=True)
     table.add_column("by", no_wrap=True)
     table.add_column("assumes", overflow="fold")
-    ours = made.participation
+    ours = made.label
     table.add_row("noise multiplier", up(made.noise_multiplier), "as the runtime takes it", ours)
     for accountant, epsilon in made.epsilons.items():
         table.add_row(f"epsilon at delta {made.delta:g}", up(epsilon), accountant, ours)
@@ -31,24 +31,24 @@ def statement(ref: str, artifact: Artifact, made: PrivacyStatement, regret: Regr
     if made.epochs != 1:
         kind = f"sensitivity over that of one participation, {made.sensitivity_kind}"
         table.add_row("sensitivity ratio", up(made.sensitivity_ratio), kind, ours)
-    table.add_row("RMSE", up(made.rmse), "on the sum at clip norm 1", ours)
+    of = f"of an iterate: sigma x the artifact's {artifact.certificate.rmse:.5g}"
+    table.add_row("RMSE at clip norm 1", up(made.rmse), of, ours)
     if regret is not None:
         table.add_row("mean regret", up(regret.total), "expected, at most", "convex losses, plain SGD, " + ours)
     if made.rival is not None:
         rival = made.rival
         for accountant, sigma in rival.noise_multipliers.items():
             shown = "none" if sigma is None else up(sigma)
-            table.add_row("amplified DP-SGD: sigma", shown, accountant, rival.assumption)
-        table.add_row("amplified DP-SGD: RMSE", up(rival.rmse), "on the sum at clip norm 1", rival.assumption)
+            table.add_row("amplified DP-SGD: sigma", shown, accountant, rival.label)
+        table.add_row("amplified DP-SGD: RMSE", up(rival.rmse), "of an iterate, at clip norm 1", rival.label)
     _show(table)
     _show(f"for dp-accounting: {made.event}")
     for assumption in made.assumptions:
         _show(f"assumed: {assumption}")
+    if made.rival is not None:
+        _show(f"assumed of amplified DP-SGD: {made.rival.assumption}")
     if made.epochs != 1:
-        _show(
-            f"note: the runtime and its participation check are for one participation; this is what {made.epochs} "
-            "passes would cost, and no noise for them"
-        )
+        _show(f"note: the runtime cannot issue noise for {made.epochs} passes; this is the price only")
     _show(f"verdict: {made.verdict}")
 
 

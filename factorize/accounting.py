@@ -22,6 +22,7 @@ from mmfact.factorize.errors import PrivacyError
 from mmfact.factorize.participation import Participation
 from mmfact.factorize.privacy import (
     INTEGER_ORDERS,
+    SMALLEST_NOISE_MULTIPLIER,
     check,
     gaussian_epsilon,
     gaussian_noise_multiplier,
@@ -155,7 +156,8 @@ class AmplifiedRival:
     ----------
     sampling_probability : float
         epochs / n.
-    assumption : str
+    assumption, label : str
+        Who takes part when, in full and in a few words.
     noise_multipliers : dict of str to (float or None)
         By accountant, rounded up; None where it cannot show so small an epsilon. No PLD below a delta of 1e-9.
     rmse : float
@@ -164,6 +166,7 @@ class AmplifiedRival:
 
     sampling_probability: float
     assumption: str
+    label: str
     noise_multipliers: dict[str, float | None]
     rmse: float
 
@@ -182,8 +185,8 @@ class PrivacyStatement:
     sensitivity_ratio : float
         Sensitivity under this participation over that of one; rounded up.
     sensitivity_kind : {"exact", "upper bound"}
-    participation : str
-        Who may take part when: assumed by every figure of this statement.
+    participation, label : str
+        Who may take part when, in full and in a few words: assumed by every figure of this statement.
     mu, rho : float
         Of Gaussian DP (Dong, Roth, Su 2019) and zCDP: sensitivity_ratio / sigma and mu^2 / 2; rounded up.
     epsilons : dict of str to float
@@ -206,6 +209,7 @@ class PrivacyStatement:
     sensitivity_ratio: float
     sensitivity_kind: str
     participation: str
+    label: str
     mu: float
     rho: float
     epsilons: dict[str, float]
@@ -255,7 +259,7 @@ def privacy_statement(
         raise PrivacyError("give either a noise multiplier or an epsilon, not both: one follows from the other")
     _check(delta)
     separation, ratio, kind = workload.n, 1.0, strategy.sensitivity_kind
-    assumed = "each example (or user) in at most one step"
+    assumed, label = "each example (or user) in at most one step", "one step an example"
     if epochs != 1:
         from mmfact.factorize.cyclic import cyclic_sensitivity
 
@@ -263,12 +267,19 @@ def privacy_statement(
         separation, kind = cyclic.separation, cyclic.kind
         ratio = float(np.nextafter(cyclic.sensitivity / strategy.sensitivity(participation), np.inf))
         assumed = f"each example (or user) in at most {epochs} steps, each {separation} after the one before"
+        label = f"{epochs} steps an example, {separation} apart"
     if epsilon is not None:
         effective = gaussian_noise_multiplier(epsilon, delta)
         noise_multiplier = float(np.nextafter(effective * ratio, np.inf)) if epochs != 1 else effective
     elif noise_multiplier is not None:
         check(noise_multiplier=noise_multiplier)
         effective = float(np.nextafter(noise_multiplier / ratio, 0)) if epochs != 1 else noise_multiplier
+        if effective < SMALLEST_NOISE_MULTIPLIER:
+            raise PrivacyError(
+                f"noise multiplier {noise_multiplier!r} over {epochs} passes counts as {effective:.2g} (sensitivity "
+                f"ratio {ratio:.4g}), below {SMALLEST_NOISE_MULTIPLIER:g}, which protects nothing; give about "
+                f"{0.3 * ratio:.1f} to {10 * ratio:.0f}"
+            )
         epsilon = gaussian_epsilon(effective, delta)
     else:
         raise PrivacyError("give either a noise multiplier or an epsilon: one follows from the other")
@@ -284,6 +295,7 @@ def privacy_statement(
         sensitivity_ratio=ratio,
         sensitivity_kind=kind,
         participation=assumed,
+        label=label,
         mu=mu,
         rho=float(np.nextafter(mu * mu / 2, np.inf)),
         epsilons={
@@ -296,7 +308,7 @@ def privacy_statement(
         event=repr(event),
         rmse=rmse,
         rival=rival,
-        verdict=_verdict(rmse, rival, epsilon),
+        verdict=_verdict(rmse, rival, epsilon, delta, epochs),
         assumptions=(
             f"participation: {assumed}; nothing is gained from sampling, and the order of the data may be known",
             "neighbouring relation: all contributions of one example (or user) replaced by zero; to replace them by "
@@ -322,22 +334,27 @@ def _amplified_rival(workload: Workload, epsilon: float, delta: float, epochs: i
     return AmplifiedRival(
         q,
         f"Poisson sampling: each example in each step, independently, with probability {epochs} / {n}, and in secret",
+        f"Poisson, q = {epochs}/{n}",
         found,
         min(needed) * independent,
     )
 
 
-def _verdict(rmse: float, rival: AmplifiedRival | None, epsilon: float) -> str:
+def _verdict(rmse: float, rival: AmplifiedRival | None, epsilon: float, delta: float, epochs: int) -> str:
+    low, high = SEARCHABLE_EPSILONS
+    if not low <= epsilon <= high:
+        return f"none; amplified DP-SGD is computed only for epsilon {low:g} to {high:g}, and this is {epsilon:.6g}"
     if rival is None:
-        low, high = SEARCHABLE_EPSILONS
         return (
-            f"amplified DP-SGD can be set beside this for epsilons from {low:g} to {high:g}, small ones at a delta of "
-            f"{SMALLEST_SUBSAMPLED_PLD_DELTA:g} and more"
+            f"none; no accountant shows epsilon {epsilon:.6g} at delta {delta:g} for amplified DP-SGD (PLD needs a "
+            f"delta of at least {SMALLEST_SUBSAMPLED_PLD_DELTA:g})"
         )
     at = f"at epsilon {epsilon:.4g}"
     if rmse < rival.rmse:
+        wins = "wins" if epochs == 1 else f"would win, if the runtime supported {epochs} passes"
         return (
-            f"{at} this artifact wins: DP-SGD amplified by Poisson sampling has {rival.rmse / rmse:.3g} times its error"
+            f"{at} this artifact {wins}: DP-SGD amplified by Poisson sampling has {rival.rmse / rmse:.3g} times its "
+            "error"
         )
     return (
         f"{at} DP-SGD amplified by Poisson sampling wins: this artifact has {rmse / rival.rmse:.3g} times its error; "

@@ -42,7 +42,7 @@ except ImportError as error:
     raise AdapterError('mmfact.noise.torch needs torch: pip install "mmfact[torch]"') from error
 
 from mmfact.noise.torch_device import TensorNoise
-from mmfact.noise.torch_parameters import is_split, kind, like, local, rows, trainable
+from mmfact.noise.torch_parameters import is_split, kind, like, local, rows, spread, trainable
 
 _MARGIN = 1 - 1e-6  # of the clip norm, for the rounding of what is clipped to it
 _PIECE = 1 << 19  # elements of gradients that are clipped at a time
@@ -502,11 +502,12 @@ class GradientNoise:
             raise AdapterError(f"parameter {name!r} is float64 on {parameter.device}; there noise is float32 only")
         total = parameter.numel()
         if is_split(parameter):
-            if parameter.device_mesh.size() != self._processes:
+            among = spread(parameter)
+            if among != self._processes:
                 raise AdapterError(
-                    f"parameter {name!r} is split over {parameter.device_mesh.size()} processes, but "
-                    f"{self._processes} share this run: each part of them would release the same row with sums of its "
-                    "own; use one mesh over all processes, or give its group as group="
+                    f"parameter {name!r} is split over {among} processes, but {self._processes} share this run: each "
+                    "part of them would release the same row with sums of its own; use one mesh over all processes, or "
+                    "give its group as group="
                 )
             return Shard(*rows(name, parameter), total, dtype)
         # Nearly equal slices: the noise of a parameter is drawn once in all, a part of it by each process.

@@ -50,6 +50,11 @@ def is_split(parameter: Tensor) -> bool:
     return hasattr(parameter, "placements")  # a DTensor, without an import of what not every torch has
 
 
+def spread(parameter: Any) -> int:
+    """How many processes a split parameter is on."""
+    return int(parameter.device_mesh.size())
+
+
 def rows(name: str, parameter: Any) -> tuple[int, int]:
     """(elements, first element) of what this process holds of a parameter that is split by rows."""
     from torch.distributed.tensor import Replicate

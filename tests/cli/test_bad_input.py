@@ -516,3 +516,12 @@ def test_reference_beyond_its_size(mmfact, store):
     assert ran.out == ""
     assert "n = 65 is too large" in ran.err
     assert "n <= 64" in ran.err
+
+
+@pytest.mark.parametrize("name", ["adam", "AdamW"])
+def test_an_optimizer_that_is_no_workload_is_told_which_one_serves(mmfact, store, files, name):
+    """Adam is compiled for as momentum; another unknown word has the list of workloads."""
+    ran = mmfact("compile", "--workload", name, "--n", 4, "--store", store)
+    assert (ran.code, ran.out, files(store)) == (2, "", [])
+    assert "for Adam use momentum with --beta at its first beta" in ran.err
+    assert "'momentum'" in mmfact("compile", "--workload", "lion", "--n", 4, "--store", store).err

@@ -756,17 +756,14 @@ def test_ghost_clipping_refuses_gradients_that_were_not_clipped(attach: Callable
     assert noise.step_number == 0
 
 
-@pytest.mark.parametrize("other", ["a forward pass of its own", "the same forward pass"])
-def test_ghost_clipping_refuses_a_second_backward_pass_of_a_plain_loss(attach: Callable[..., Any], other: str) -> None:
+def test_ghost_clipping_refuses_a_second_backward_pass_of_a_plain_loss(attach: Callable[..., Any]) -> None:
     """Its gradients would come to those that were clipped, not clipped themselves."""
     loop = private("ghost")
     noise = attach(loop)
     features, labels = next(iter(loop.loader))
-    found = loop.model(features)
-    plain = 100 * (found if other == "the same forward pass" else loop.model(features)).square().sum()
-    loop.criterion(found if other == "the same forward pass" else loop.model(features), labels).backward()
-    with pytest.raises((AdapterError, RuntimeError), match=r"second backward pass .* is not clipped|second time"):
-        plain.backward()
+    loop.criterion(loop.model(features), labels).backward()
+    with pytest.raises(AdapterError, match=r"second backward pass .* is not clipped"):
+        (100 * loop.model(features).square().sum()).backward()
     assert noise.step_number == 0
 
 
