@@ -30,6 +30,9 @@ class Workers:
         self._wait()  # for what a second Ctrl-C may have left running
         left = deque(range(blocks))
         failures: list[BaseException] = []
+        # Emptied at the end. A helper that starts late, or is at its last line, must not be the last to hold what the
+        # rows go into: a tensor that is freed while the interpreter shuts down ends the process.
+        task = [work]
 
         def help_out(busy: LockType) -> None:
             while True:
@@ -39,7 +42,7 @@ class Workers:
                     except IndexError:
                         return
                     try:
-                        work(block)
+                        task[0](block)
                     except BaseException as failure:  # raised below, in the caller's thread
                         failures.append(failure)
                         left.clear()
@@ -62,8 +65,11 @@ class Workers:
         finally:  # once more: the first may have been interrupted
             left.clear()
             self._wait()
+            task.clear()
         if failures:
-            raise failures[0]
+            first = failures[0]
+            failures.clear()
+            raise first
 
     def _wait(self) -> None:
         """Until no helper has a block; one that has not begun will find none left."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dis
+import gc
 import os
 import signal
 import subprocess
@@ -10,6 +12,7 @@ import sys
 import threading
 import time
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -484,3 +487,29 @@ def test_ctrl_c_while_a_helper_starts(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(KeyboardInterrupt):
             Workers(3).run(work, 5)
     assert ended == [0]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_late_helper_holds_nothing_of_the_row(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or it may be the one to free a tensor, and while the interpreter shuts down that ends the process."""
+    late: list[tuple[Any, Any]] = []
+    monkeypatch.setattr(workers, "start_new_thread", lambda function, given: late.append((function, given)))
+
+    class Rows:
+        """What the rows go into."""
+
+    rows = Rows()
+    gone = weakref.ref(rows)
+
+    def work(block: int, rows: Rows = rows) -> None:
+        if fails and block == 3:
+            raise MemoryError
+
+    with pytest.raises(MemoryError) if fails else contextlib.nullcontext():
+        Workers(3).run(work, 5)
+    del rows, work
+    gc.collect()
+    assert gone() is None
+    for function, given in late:
+        assert function(*given) is None
+    assert len(late) == 2
