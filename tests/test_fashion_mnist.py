@@ -331,7 +331,12 @@ def test_a_comparison_is_kept_drawn_printed_and_resumed(example, command, monkey
         if (run["method"], run["schedule"], run["tuning"]) == ("independent", "cooldown", False)
     ]
     assert f"{np.mean(reported):.1%} ± {abs(reported[0] - reported[1]) / 2**0.5:.1%} (0.4)" in table
-    assert table.count("**") == 2  # one entry in bold: the best private one at this epsilon
+    private: dict[tuple[str, str], list[float]] = {}
+    for run in stored["runs"]:
+        if run["method"] != "none" and not run["tuning"]:
+            private.setdefault((run["method"], run["schedule"]), []).append(run["accuracy"])
+    means = [float(np.mean(accuracies)) for accuracies in private.values()]
+    assert table.count("**") == 2 * means.count(max(means))  # in bold: the best private one, or ones, at this epsilon
 
     stored["runs"] = stored["runs"][:-2]  # as if stopped before the last two
     Path("out.json").write_text(json.dumps(stored))
