@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
+
 from mmfact.factorize import certificate as certificates
 from mmfact.factorize import optimum as optima
 from mmfact.factorize.certificate import Certificate
@@ -15,6 +17,7 @@ from mmfact.factorize.construct import banded_low_rank, buffered, dense
 from mmfact.factorize.errors import CapacityError, WorkloadError
 from mmfact.factorize.optimum import METHODS, Optimum, Progress
 from mmfact.factorize.participation import Participation, single
+from mmfact.factorize.strategy.buffered import BufferedStrategy
 from mmfact.factorize.strategy.protocol import DTYPES, Strategy
 from mmfact.factorize.workload import Workload, check_dense
 
@@ -247,3 +250,13 @@ def adopt(
     found = optima.solve(workload, method=options.method, tolerance=options.solver_tolerance, on_progress=on_progress)
     certificate = certificates.certify(workload, strategy, found, participation)
     return Factorization(workload, participation, options, strategy, found, certificate, origin="given")
+
+
+def independent(workload: Workload) -> Factorization:
+    """Fresh noise at every step, C = I, certified for `workload`: O(n) to store, for any horizon.
+
+    The mechanism of DP-SGD as an artifact: each step is a Gaussian release of its own with mu = 1 / sigma, so that
+    Poisson sampling amplifies it (`mmfact.factorize.accounting.poisson_dpsgd_epsilon`).
+    """
+    nothing = np.zeros((workload.n, 1), np.float32)
+    return adopt(workload, BufferedStrategy(c=np.ones(workload.n, np.float32), g=nothing, decay=nothing, q=nothing))

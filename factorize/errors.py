@@ -29,6 +29,10 @@ class AdapterError(MmfactError):
     """A model, optimizer or optional package that an adapter cannot work with."""
 
 
+class ProjectorError(MmfactError):
+    """Public gradients, a number of vectors, or a gradient to project that do not fit a projector."""
+
+
 class ArtifactError(MmfactError):
     """Base of the store's errors."""
 
@@ -43,6 +47,10 @@ class ArtifactCorrupt(ArtifactError):  # noqa: N818
 
 class ArtifactVersionError(ArtifactError):
     """The file was written in a format that this version cannot read."""
+
+
+class ProjectorStale(ArtifactError):  # noqa: N818
+    """A cached projector that depends on something else than what is asked for."""
 
 
 class RefError(ArtifactError):
