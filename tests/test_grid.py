@@ -92,6 +92,11 @@ class TestGrid:
         assert loss * (1 - 1e-12) <= certificate.loss <= loss * (1 + 1e-9)
         assert certificate.max_error == pytest.approx(sensitivity * np.linalg.norm(B, axis=1).max(), rel=1e-9)
 
+    def test_row_deviations_are_row_norms_of_the_inverse(self, compiled, workload, strategy):
+        artifact = compiled[workload, strategy]
+        norms = np.linalg.norm(np.linalg.inv(artifact.C), axis=1)
+        np.testing.assert_allclose(artifact.strategy.row_deviations(), norms, rtol=1e-9)
+
     def test_b_c_equals_a(self, compiled, workload, strategy):
         artifact = compiled[workload, strategy]
         np.testing.assert_allclose(artifact.B @ artifact.C, artifact.A, rtol=0, atol=1e-10 * np.abs(artifact.A).max())

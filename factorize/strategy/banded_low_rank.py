@@ -249,6 +249,10 @@ class BandedLowRankStrategy:
         stds, fresh = self._gradient_stds
         return float(fresh.min()), float(stds.max())
 
+    def row_deviations(self) -> Array:
+        """The standard deviation of every row of C_hat^-1 Z, shape (n,)."""
+        return self._gradient_stds[0]
+
     @cached_property
     def _inverse_width(self) -> int:
         """w, where A^-1 has w + 1 bands."""

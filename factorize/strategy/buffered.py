@@ -137,7 +137,11 @@ class BufferedStrategy:
 
     def noise_range(self) -> tuple[float, float]:
         """Of the standard deviations of a row of C^-1 Z: its own fresh part at the least, all of it at the most."""
-        return 1.0 / float(self.c.max()), _streamed(*self._doubles())[1]
+        return 1.0 / float(self.c.max()), float(self.row_deviations().max())
+
+    def row_deviations(self) -> Array:
+        """The standard deviation of every row of C^-1 Z, shape (n,)."""
+        return _streamed(*self._doubles())[1]
 
     def largest_buffer(self) -> float:
         """The largest standard deviation that a buffer reaches."""
@@ -289,12 +293,12 @@ def _variances(c: Array, g: Array, decay: Array, q: Array, Phi: Array, b: Array)
 
 
 @njit(cache=True, nogil=True)
-def _streamed(c: Array, g: Array, decay: Array, q: Array) -> tuple[float, float, float]:
-    """Largest amplification, and largest standard deviations of y and of a buffer."""
+def _streamed(c: Array, g: Array, decay: Array, q: Array) -> tuple[float, Array, float]:
+    """Largest amplification, the standard deviation of y at every step, and the largest of a buffer."""
     n, r = g.shape
     P = np.zeros((r, r))
     t = np.zeros(r)
-    largest, deviation, buffer = 0.0, 0.0, 0.0
+    largest, deviations, buffer = 0.0, np.zeros(n), 0.0
     for i in range(n):
         reach, variance = 0.0, 1.0
         for a in range(r):
@@ -308,14 +312,14 @@ def _streamed(c: Array, g: Array, decay: Array, q: Array) -> tuple[float, float,
             variance -= total * g[i, a]
         largest = max(largest, reach)
         variance = variance / c[i] ** 2
-        deviation = max(deviation, math.sqrt(max(variance, 0.0)))
+        deviations[i] = math.sqrt(max(variance, 0.0))
         for a in range(r):
             for o in range(r):
                 P[a, o] *= decay[i, a] * decay[i, o]
         for a in range(r):
             for o in range(r):
                 P[a, o] += decay[i, a] * t[a] * q[i, o] + q[i, a] * t[o] * decay[i, o] + variance * q[i, a] * q[i, o]
-    return largest, deviation, buffer
+    return largest, deviations, buffer
 
 
 @njit(cache=True, nogil=True)

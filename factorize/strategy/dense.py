@@ -93,6 +93,10 @@ class DenseStrategy:
         noising = self.noising()
         return float(np.diag(noising).min()), float(np.linalg.norm(noising, axis=1).max())
 
+    def row_deviations(self) -> Array:
+        """The standard deviation of every row of C^-1 Z, shape (n,)."""
+        return np.linalg.norm(self.noising(), axis=1)
+
     def amplification(self) -> float:
         """max_i of the standard deviation of the largest row sum, per unit of its own fresh white noise.
 

@@ -85,6 +85,10 @@ class Strategy(Protocol):
         """Of the standard deviations of a row of C^-1 Z: its own fresh part at the least, all of it at the most."""
         ...
 
+    def row_deviations(self) -> Array:
+        """The standard deviation of every row of C^-1 Z, shape (n,)."""
+        ...
+
     def to_dense(self) -> Array:
         """C as an n x n float64 array, of the stored coefficients exactly."""
         ...

@@ -1,0 +1,558 @@
+"""Projected DP-SGD in torch: noisy gradients on the top eigenspace of public gradients (Zhou, Wu, Banerjee 2020).
+
+    noise = GradientNoise(model, artifact, noise_multiplier=10.0, clip_norm=1.0, batch_size=250, key=key)
+    projected = ProjectedNoise(noise, per_example, (features, targets), k=50, refresh=20)
+    for batch in loader:
+        projected.clip(per_example(*batch))     # private gradients: clipped and added up
+        projected.step()                        # noise, division, and then projection: p.grad
+        optimizer.step()
+
+`per_example(*examples)` gives the gradients of examples at the model's current parameters, {name: (examples, *shape)}.
+The projection comes after the noise, so it is post-processing: privacy is that of `noise`, whatever the public data.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mmfact.factorize.errors import ArtifactError, PrivacyError, ProjectorError, StateError
+from mmfact.factorize.privacy import gaussian_epsilon
+from mmfact.factorize.strategy.buffered import BufferedStrategy
+from mmfact.factorize.strategy.protocol import Strategy
+from mmfact.noise import checks
+from mmfact.noise.projector import STORAGES, Array, Projector, explained_energy, random_projector, top_eigenspace
+from mmfact.noise.public_examples import check_disjoint, digest, examples
+from mmfact.noise.refresh import Refresh, noisy_explained, observe
+from mmfact.noise.torch import GradientNoise
+from mmfact.noise.torch_parameters import is_split, local
+
+if TYPE_CHECKING:
+    from mmfact.store.projectors import ProjectorCache, ProjectorKey, StoredProjector
+
+KINDS = ("eigen", "random", "random-plain")
+
+_VALUES = ("eigenvalues", "spectrum", "energy", "scale")  # what a stored projector has besides its vectors
+
+
+class ProjectedNoise:
+    """A `GradientNoise` whose noisy means are then projected.
+
+    Parameters
+    ----------
+    gradients : GradientNoise
+        Clips, adds the noise, divides. With correlated noise it must check participation: the artifact's privacy is
+        for one pass. Independent noise (`mmfact.factorize.compiler.independent`) may be sampled by Poisson instead.
+    per_example : callable
+        ``per_example(*public)``: for every parameter the public examples' gradients, shape (m, *shape), at the current
+        parameters; for a parameter that is split over processes those of this process's elements.
+    public : Tensor, or tuple of Tensor
+        m public examples, as (features, targets). Needed by a random projection as little as `per_example`: None.
+    k : int
+        Vectors, from 1 to the rank of the public gradients.
+    kind : {"eigen", "random", "random-plain"}
+        See `mmfact.noise.projector`.
+    refresh : int or None
+        Steps that a projector is used for; None: one for the whole run.
+    start_step : int
+        Steps before are not projected.
+    storage : {"float32", "float16"}
+        Of the vectors: k numbers for each parameter.
+    held_out : Tensor, or tuple of Tensor, optional
+        Other public examples, to see how well the projector fits gradients that did not make it. Costs their gradients
+        and another eigenspace at every refresh.
+    private : Tensor or sequence of Tensor, optional
+        The features of all private examples, in the form of the public ones: looked through once, so that no public
+        example is a private one. Nothing of them is kept.
+    cache : ProjectorCache, optional
+        Keeps projectors over restarts.
+    tag : str, optional
+        A name for the parameters at each step, for entries that other runs may use as well: of a start that is public,
+        with ``refresh=None``. Where parameters come out of private training, an entry composes with that run's privacy.
+
+    Attributes
+    ----------
+    refreshes : list of Refresh
+        One for each refresh so far.
+    projector : Projector or None
+        The one in use.
+
+    Raises
+    ------
+    ProjectorError
+        Public examples that do not fit, or are private as well; an unknown kind.
+    PrivacyError
+        Correlated noise without participation check.
+    """
+
+    def __init__(
+        self,
+        gradients: GradientNoise,
+        per_example: Callable[..., Mapping[str, Tensor]] | None,
+        public: Any,
+        k: int,
+        *,
+        kind: str = "eigen",
+        refresh: int | None = 1,
+        start_step: int = 0,
+        storage: str = "float32",
+        held_out: Any = None,
+        private: Any = None,
+        cache: ProjectorCache | None = None,
+        tag: str | None = None,
+    ) -> None:
+        if not isinstance(gradients, GradientNoise):
+            raise ProjectorError(
+                f"gradients must be a GradientNoise, which has its noise before it is projected, not "
+                f"{type(gradients).__name__}"
+            )
+        if kind not in KINDS or storage not in STORAGES:
+            raise ProjectorError(f"kind {kind!r} must be one of {KINDS}, storage {storage!r} one of {STORAGES}")
+        noise = gradients._noise
+        self._independent = _is_independent(noise.artifact.strategy)
+        if not self._independent and not noise.checks_participation:
+            raise PrivacyError(
+                "this artifact's noise is correlated, and its privacy is for a single pass: make the GradientNoise with "
+                "check_participation=True and give ids to step(), or use independent noise "
+                "(mmfact.factorize.compiler.independent)"
+            )
+        self._gradients, self._per_example = gradients, per_example
+        self._k = checks.whole("k", k, 1)
+        self._kind, self._storage = kind, storage
+        self._every = None if refresh is None else checks.whole("refresh", refresh, 1)
+        self._start = checks.whole("start_step", start_step, 0)
+        self._tag = None if tag is None else checks.text("tag", tag)
+        self._cache = cache
+        self._public: tuple[Tensor, ...] = ()
+        if kind == "eigen":
+            if per_example is None or public is None:
+                raise ProjectorError("per_example and public examples are needed for kind 'eigen'")
+            self._public = examples("public examples", public)
+        self._held_out = None if held_out is None else examples("held-out examples", held_out)
+        if self._held_out is not None and per_example is None:
+            raise ProjectorError("held-out examples need per_example, which gives their gradients")
+        if self._public and self._held_out is not None:
+            check_disjoint("held-out example", self._held_out[0], "public example", self._public[0])
+        if private is not None:
+            for what, some in (("public example", self._public), ("held-out example", self._held_out or ())):
+                if some:
+                    check_disjoint(what, some[0], "private example", private)
+        self._public_digest = digest(self._public)
+        self._names = sorted(gradients._parameters)
+        self._shards = _Processes(gradients)
+        self._size = sum(gradients._shards[name].size for name in self._names)
+        self._elements = float(self._shards.sum(np.array([float(self._size)]))[0])
+        self._deviations = noise.artifact.strategy.row_deviations()
+        self._refreshed: int | None = None  # the step of the projector in use
+        self._parameters_digest = ""  # at that step
+        self._stored = False  # whether the cache has it
+        self._warned: set[str] = set()
+        self.projector: Projector | None = None
+        self.refreshes: list[Refresh] = []
+
+    @property
+    def step_number(self) -> int:
+        """The step that `step` takes next, counted from 0."""
+        return self._gradients.step_number
+
+    @property
+    def horizon(self) -> int:
+        """Steps that there is noise for."""
+        return self._gradients.horizon
+
+    def clip(self, per_example: Mapping[str, Tensor]) -> None:
+        """Private gradients, as for `GradientNoise.clip`."""
+        self._gradients.clip(per_example)
+
+    def add(self, sums: Mapping[str, Tensor]) -> None:
+        """Sums of clipped private gradients, as for `GradientNoise.add`."""
+        self._gradients.add(sums)
+
+    def step(self, *, ids: Sequence[Any] | None = None) -> None:
+        """End a step: p.grad = V V'(sum of clipped gradients + noise) / batch_size.
+
+        A projector that is due is made first: if that fails, no noise is used up.
+
+        Raises
+        ------
+        ProjectorError
+            k is above the rank of the public gradients; they are not finite, or all zero.
+        MmfactError
+            As for `GradientNoise.step`.
+        """
+        number = self.step_number
+        seen = self._refresh(number) if self._is_due(number) else None
+        self._gradients.step(ids=ids)
+        if self.projector is None or number < self._start:
+            return
+        given = self._gradients._given
+        if any(self._gradients._parameters[name].grad is not given.get(name) for name in self._names):
+            raise StateError("p.grad is not the noisy mean that step() made, so it cannot be projected; use none else")
+        with torch.no_grad():
+            parts = {name: self._own(name) for name in self._names}
+            coefficients = self.projector.coefficients(parts, self._shards)
+            if seen is not None:
+                squares = sum(float(part.double().square().sum()) for part in parts.values())
+                squared_norm = float(self._shards.sum(np.array([squares]))[0])
+                deviation = self._noise_deviation(number)
+                explained = noisy_explained(coefficients, squared_norm, self._elements, deviation)
+                self._keep(replace(seen, noisy_explained=explained))
+            for name, part in self.projector.combine(coefficients, parts).items():
+                self._give(name, part)
+
+    def epsilon(
+        self, delta: float, *, sampling_probability: float | None = None, accountant: str | None = None
+    ) -> float:
+        """Epsilon of the steps so far; projection costs nothing.
+
+        Parameters
+        ----------
+        sampling_probability : float, optional
+            Of the Poisson sampling that made the batches, for independent noise only. Default: every example took part
+            in one step at most.
+        accountant : str, optional
+            For Poisson sampling: see `mmfact.factorize.accounting.poisson_dpsgd_epsilon`.
+
+        Raises
+        ------
+        PrivacyError
+            Sampling with correlated noise, which nothing amplifies; parameters out of range.
+        """
+        sigma = self._gradients._noise.noise_multiplier
+        if sampling_probability is None:
+            return gaussian_epsilon(sigma, delta)
+        if not self._independent:
+            raise PrivacyError(
+                "amplification by Poisson sampling holds for independent noise only; this artifact's is correlated: "
+                "leave sampling_probability out, which is the statement for a single pass"
+            )
+        from mmfact.factorize.accounting import PLD, poisson_dpsgd_epsilon
+
+        steps = max(self.step_number, 1)
+        return poisson_dpsgd_epsilon(sigma, sampling_probability, steps, delta, accountant=accountant or PLD)
+
+    def unsafe_private_explained_energy(self, per_example: Mapping[str, Tensor]) -> float:
+        """The part of PRIVATE gradients' energy that lies in the subspace. NOT PRIVATE: never publish or act on it.
+
+        For research on data that is not secret. Kept nowhere.
+        """
+        if self.projector is None:
+            raise ProjectorError("there is no projector yet: the first one is made at start_step")
+        return explained_energy(self.projector, self._sliced(per_example), self._shards)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What `load_state_dict` needs, beside the state of the `GradientNoise`.
+
+        With a cache the projector itself stays there; without one it is in the state, k numbers for each parameter.
+        With several processes each has its own.
+        """
+        held = None
+        if self.projector is not None and self._kind == "eigen" and not self._stored:
+            values = {name: torch.from_numpy(array) for name, array in _values(self.projector).items()}
+            held = {"basis": dict(self.projector.basis), "values": values, "rank": self.projector.rank}
+        return {
+            "settings": self._settings(),
+            "step": self.step_number,
+            "refreshed": self._refreshed,
+            "parameters": self._parameters_digest,
+            "projector": held,
+            "refreshes": [one.record() for one in self.refreshes],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], *, recompute: bool = False) -> None:
+        """Go on as the saved run would, bit for bit. The `GradientNoise` has been restored from the same checkpoint.
+
+        Parameters
+        ----------
+        recompute : bool
+            If the cache no longer has the projector, make a new one at the next step.
+
+        Raises
+        ------
+        StateError
+            Another run, step, public data or setting; or the cache lacks the projector.
+        ProjectorStale, ArtifactCorrupt
+            What the cache has is another one, or damaged.
+        """
+        try:
+            saved, ours = dict(state["settings"]), self._settings()
+            step, refreshed, parameters = state["step"], state["refreshed"], state["parameters"]
+            held, records = state["projector"], [Refresh(**one) for one in state["refreshes"]]
+        except (KeyError, TypeError, ValueError) as error:
+            raise StateError(
+                f"this is no state of a ProjectedNoise ({error!r}); give what state_dict() made"
+            ) from error
+        for name in ours:
+            if saved.get(name) != ours[name]:
+                raise StateError(
+                    f"the state has {name} = {saved.get(name)!r:.60}, here it is {ours[name]!r:.60}; go on with what the "
+                    "run began with, or begin a new run"
+                )
+        if step != self.step_number:
+            raise StateError(
+                f"the state is of step {step}, but the GradientNoise is at step {self.step_number}; restore both from "
+                "one checkpoint"
+            )
+        projector = None
+        if refreshed is not None and self._kind != "eigen":
+            projector = self._drawn(refreshed)
+        elif refreshed is not None and held is not None:
+            projector = self._made(held["basis"], held["values"], held["rank"])
+        elif refreshed is not None:
+            found = None if self._cache is None else self._cache.get(self._key(refreshed, parameters))
+            if found is not None:
+                projector = self._read(found)
+            elif not recompute:
+                raise StateError(
+                    f"the projector of step {refreshed} is not in the cache "
+                    f"{'(none was given)' if self._cache is None else self._cache.path}: give the cache that it was kept "
+                    "in (a larger max_bytes keeps more), or recompute=True, and the run goes on with a new projector"
+                )
+        self.projector, self._parameters_digest = projector, parameters
+        self._refreshed = refreshed if projector is not None else None
+        self._stored = projector is not None and self._kind == "eigen" and held is None
+        self.refreshes = records
+
+    def ledger(self) -> dict[str, Any]:
+        """The record of the run so far: that of the noise, and how it is projected."""
+        return {**self._gradients.ledger(), "projection": {**self._settings(), "refreshes": len(self.refreshes)}}
+
+    def __repr__(self) -> str:
+        return f"ProjectedNoise({self._gradients!r}, kind={self._kind}, k={self._k}, refresh={self._every})"
+
+    def __reduce__(self) -> NoReturn:
+        raise StateError("it is never pickled or copied, or two would issue the same rows; use state_dict()")
+
+    def _is_due(self, number: int) -> bool:
+        if not self._start <= number < self.horizon or self._refreshed == number:
+            return False
+        return self.projector is None or (self._every is not None and (number - self._start) % self._every == 0)
+
+    def _refresh(self, number: int) -> Refresh:
+        """The projector of step `number`: from the cache, or new."""
+        previous, held_out = self.projector, None
+        if self._kind == "eigen":
+            parameters = "" if self._tag is not None or self._cache is None else self._digest_parameters()
+            projector = self._cached(number, parameters)
+            self._stored, source = projector is not None, "cache"
+            if projector is None:
+                gradients, source = self._gradients_of(self._public), "computed"
+                projector = top_eigenspace(gradients, self._k, storage=self._storage, shards=self._shards)
+                del gradients
+            self._parameters_digest = parameters
+        else:
+            projector, source = self._drawn(number), "drawn"
+        if self._held_out is not None:
+            held_out = self._gradients_of(self._held_out)
+        seen = observe(projector, number, source, previous=previous, held_out=held_out, shards=self._shards)
+        self.projector, self._refreshed = projector, number
+        return seen
+
+    def _keep(self, seen: Refresh) -> None:
+        """Record a refresh, and the projector in the cache."""
+        self.refreshes.append(seen)
+        if self._cache is None or self._kind != "eigen" or self._stored or self.projector is None:
+            return
+        key = self._key(seen.step, self._parameters_digest)
+        basis = [self.projector.basis[name].cpu().numpy() for name in self._names]
+        record = {**seen.record(), "run": self._gradients.run.hex()}
+        try:
+            self._cache.put(key, basis, _values(self.projector), record)
+            self._stored = True
+        except ArtifactError as error:
+            self._warn("put", f"the projector stays in memory only, and in checkpoints: {error}")
+
+    def _cached(self, number: int, parameters: str) -> Projector | None:
+        """From the cache, if every process finds its part there."""
+        found = None
+        if self._cache is not None:
+            try:
+                found = self._cache.get(self._key(number, parameters))
+            except ArtifactError as error:
+                self._warn("get", f"a new projector is made: {error}")
+        everywhere = self._shards.sum(np.array([float(found is not None)]))[0] == self._gradients._processes
+        return self._read(found) if found is not None and everywhere else None
+
+    def _read(self, stored: StoredProjector) -> Projector:
+        """A projector as the cache keeps it: parts side by side."""
+        basis, first = {}, 0
+        for name in self._names:
+            size = self._gradients._shards[name].size
+            # Copied, so that it lies in memory as a new one does, and products come out the same to the last bit.
+            part = torch.from_numpy(np.ascontiguousarray(stored.basis[:, first : first + size])).clone()
+            basis[name] = part.to(self._gradients._parameters[name].device)
+            first += size
+        return self._made(basis, stored.values, int(stored.record["rank"]))
+
+    def _made(self, basis: Mapping[str, Any], values: Mapping[str, Any], rank: int) -> Projector:
+        try:
+            arrays = {name: np.array(values[name], np.float64) for name in _VALUES}
+            held = {name: basis[name].to(self._gradients._parameters[name].device) for name in self._names}
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise StateError(f"the saved projector lacks a part ({error!r}); begin with a new one") from error
+        scalars = {name: float(arrays.pop(name).item()) for name in ("energy", "scale")}
+        return Projector(basis=held, **arrays, **scalars, kind="eigen", examples=len(self._public[0]), rank=rank)
+
+    def _drawn(self, number: int) -> Projector:
+        """A random projection, the same whenever it is drawn for this run and step."""
+        sizes = {name: replace(self._gradients._shards[name], dtype="float32") for name in self._names}
+        seed = hashlib.sha256(self._gradients.run + number.to_bytes(8, "big")).digest()
+        drawn = random_projector(sizes, self._k, seed=seed, plain=self._kind == "random-plain", shards=self._shards)
+        basis = {
+            name: torch.from_numpy(part).to(self._gradients._parameters[name].device, getattr(torch, self._storage))
+            for name, part in drawn.basis.items()
+        }
+        return replace(drawn, basis=basis)
+
+    def _gradients_of(self, rows: Sequence[Tensor]) -> dict[str, Tensor]:
+        """This process's elements of examples' gradients; no gradient of the model is touched."""
+        if self._per_example is None:
+            raise ProjectorError("per_example is needed for the gradients of public examples")
+        parameters = self._gradients._parameters
+        before = {name: parameter.grad for name, parameter in parameters.items()}
+        failure, found = None, None
+        try:
+            found = self._sliced(self._per_example(*rows))
+            count = {len(part) for part in found.values()}
+            if count != {len(rows[0])}:
+                raise ProjectorError(f"per_example gave gradients of {sorted(count)} examples for {len(rows[0])}")
+        except Exception as error:
+            failure = error
+        finally:
+            for name, parameter in parameters.items():
+                parameter.grad = before[name]
+        failed = self._shards.sum(np.array([float(failure is not None)]))[0]
+        if failure is not None:
+            raise failure
+        if failed or found is None:
+            raise StateError(f"{failed:.0f} processes could not make their public gradients (see their messages)")
+        return found
+
+    def _sliced(self, given: Any) -> dict[str, Tensor]:
+        """This process's elements of per-example gradients, by name."""
+        self._gradients._check_names(given)
+        found = {}
+        for name in self._names:
+            parameter, shard, part = self._gradients._parameters[name], self._gradients._shards[name], given[name]
+            shape = local(parameter.detach(), parameter).shape
+            if part.ndim == 0 or part.shape[1:] != shape:
+                raise ProjectorError(
+                    f"the public gradients of {name!r} have shape {tuple(part.shape)}; needed is one of shape "
+                    f"{tuple(shape)} for each example"
+                )
+            flat = part.detach().reshape(len(part), shape.numel())
+            if not is_split(parameter):
+                flat = flat[:, shard.offset : shard.offset + shard.size]
+            found[name] = flat
+        return found
+
+    def _own(self, name: str) -> Tensor:
+        """The elements of p.grad that this process projects."""
+        parameter, shard = self._gradients._parameters[name], self._gradients._shards[name]
+        flat = local(parameter.grad, parameter).reshape(-1)
+        return flat if is_split(parameter) else flat[shard.offset : shard.offset + shard.size]
+
+    def _give(self, name: str, part: Tensor) -> None:
+        """Put the projected elements into p.grad; every process gets all of them, bit for bit."""
+        parameter, shard = self._gradients._parameters[name], self._gradients._shards[name]
+        flat = local(parameter.grad, parameter).view(-1)
+        if is_split(parameter):
+            flat.copy_(part)
+            return
+        if self._gradients._processes > 1:
+            flat.zero_()
+        flat[shard.offset : shard.offset + shard.size] = part
+        if self._gradients._processes > 1:
+            dist.all_reduce(flat, group=self._gradients._group)
+
+    def _noise_deviation(self, number: int) -> float:
+        """The standard deviation of the noise in one element of the mean gradient of a step."""
+        noise = self._gradients._noise
+        scale = noise.noise_multiplier * noise.clip_norm * noise.sensitivity / self._gradients._batch_size
+        return float(scale * self._deviations[number])
+
+    def _digest_parameters(self) -> str:
+        made = hashlib.sha256()
+        for name in self._names:
+            parameter = self._gradients._parameters[name]
+            made.update(name.encode() + b"\0")
+            made.update(digest([local(parameter.detach(), parameter)]).encode())
+        return made.hexdigest()
+
+    def _key(self, number: int, parameters: str) -> ProjectorKey:
+        from mmfact.store.projectors import ProjectorKey
+
+        gradients = self._gradients
+        tag = None if self._tag is None else "tag-" + hashlib.sha256(self._tag.encode()).hexdigest()[:32]
+        return ProjectorKey(
+            scope=tag or gradients.run.hex(),
+            step=number,
+            part=f"{gradients._rank}-of-{gradients._processes}",
+            kind=self._kind,
+            k=self._k,
+            m=len(self._public[0]),
+            p=self._size,
+            storage=self._storage,
+            public=self._public_digest,
+            parameters=parameters,
+        )
+
+    def _settings(self) -> dict[str, Any]:
+        """What never changes in a run."""
+        return {
+            "run": self._gradients.run.hex(),
+            "kind": self._kind,
+            "k": self._k,
+            "refresh": self._every,
+            "start_step": self._start,
+            "storage": self._storage,
+            "public": self._public_digest,
+            "tag": self._tag,
+            "part": [self._gradients._rank, self._gradients._processes, self._size],
+        }
+
+    def _warn(self, kind: str, message: str) -> None:
+        """Once for each kind in a run: training goes on."""
+        if kind not in self._warned:
+            self._warned.add(kind)
+            warnings.warn(message, RuntimeWarning, stacklevel=4)
+
+
+class _Processes:
+    """How the processes of a run agree: see `mmfact.noise.projector.Shards`."""
+
+    def __init__(self, gradients: GradientNoise) -> None:
+        self._gradients = gradients
+
+    def sum(self, array: Array) -> Array:
+        if self._gradients._processes == 1:
+            return array
+        shared = torch.from_numpy(np.ascontiguousarray(array)).to(self._gradients._device)
+        dist.all_reduce(shared, group=self._gradients._group)
+        return shared.cpu().numpy()
+
+    def first(self, array: Array) -> Array:
+        if self._gradients._processes == 1:
+            return array
+        shared = torch.from_numpy(np.ascontiguousarray(array)).to(self._gradients._device)
+        dist.broadcast(shared, group=self._gradients._group, group_src=0)
+        return shared.cpu().numpy()
+
+
+def _values(projector: Projector) -> dict[str, Array]:
+    return {name: np.atleast_1d(np.array(getattr(projector, name), np.float64)) for name in _VALUES}
+
+
+def _is_independent(strategy: Strategy) -> bool:
+    """Whether the noise of a step has nothing of the other steps'."""
+    if isinstance(strategy, BufferedStrategy):
+        return not (strategy.g.any() and strategy.q.any())
+    return not np.tril(strategy.to_dense(), -1).any()
