@@ -238,7 +238,7 @@ def top_eigenspace(
         )
     # Processes may differ in the last digits, and so in the sign of a vector.
     U = agree.first(vectors[:, ::-1][:, :k].T.copy())
-    scale = 1.0 if storage == "float32" else 2.0 ** -round(math.log2(max(elements, 1)) / 2)
+    scale = _scale(storage, elements)
     weights = U / (np.sqrt(m * spectrum[:k]) * scale)[:, None]
     basis = {name: _combined(weights, part, storage) for name, part in parts.items()}
     if spectrum[k - 1] < _WELL_CONDITIONED * spectrum[0]:
@@ -247,7 +247,13 @@ def top_eigenspace(
 
 
 def random_projector(
-    sizes: int | Mapping[str, int | Shard], k: int, *, seed: bytes, plain: bool = False, shards: Shards | None = None
+    sizes: int | Mapping[str, int | Shard],
+    k: int,
+    *,
+    seed: bytes,
+    plain: bool = False,
+    storage: str = "float32",
+    shards: Shards | None = None,
 ) -> Projector:
     """k random directions instead of public gradients: the RPDP-SGD that Zhou et al. compare with.
 
@@ -272,6 +278,8 @@ def random_projector(
     given = sizes if isinstance(sizes, Mapping) else {_ONE: sizes}
     places = {name: place if isinstance(place, Shard) else Shard(place) for name, place in given.items()}
     elements = sum(place.total for place in places.values())
+    if storage not in STORAGES:
+        raise ProjectorError(f"storage {storage!r} must be one of {STORAGES}")
     if isinstance(k, bool) or not isinstance(k, int | np.integer) or not 1 <= k <= elements:
         raise ProjectorError(f"k = {k!r} must be a whole number from 1 to the number of elements, {elements}")
     # As a noise source serves: its key is public here, and hashed as no noise key is.
@@ -285,8 +293,11 @@ def random_projector(
             row /= math.sqrt(k if plain else elements)
     if not plain:
         basis = _orthonormal(_orthonormal(basis, 1.0, shards or _Whole()), 1.0, shards or _Whole())
+    scale = _scale(storage, elements)
+    if storage != "float32":
+        basis = {name: (part / scale).astype(storage) for name, part in basis.items()}
     ones = np.ones(k)
-    return Projector(basis, ones, ones, float(k), "random-plain" if plain else "random", 0, 0)
+    return Projector(basis, ones, ones, float(k), "random-plain" if plain else "random", 0, 0, scale)
 
 
 def subspace_distance(one: Projector, other: Projector, shards: Shards | None = None) -> float:
@@ -349,6 +360,11 @@ def _energies(projector: Projector, gradients: Any, shards: Shards | None) -> tu
     if not (np.isfinite(total).all() and total.any()):
         raise ProjectorError("the gradients to be explained are not finite, or all zero")
     return (agree.sum(c) ** 2).sum(axis=1), total
+
+
+def _scale(storage: str, elements: float) -> float:
+    """A power of two, so that the elements of a unit vector are near 1 in a precision of small range."""
+    return 1.0 if storage == "float32" else 2.0 ** -round(math.log2(max(elements, 1)) / 2)
 
 
 def _examples(gradients: Any) -> tuple[dict[str, Any], int]:

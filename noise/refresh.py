@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from mmfact.factorize.errors import ProjectorError
 from mmfact.noise.projector import (
     Array,
     Projector,
@@ -22,7 +23,6 @@ from mmfact.noise.projector import (
     subspace_distance,
     top_eigenspace,
 )
-from mmfact.factorize.errors import ProjectorError
 
 _CERTAIN = 4  # standard deviations of the noise's energy that a signal's must exceed
 

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from mmfact.factorize.errors import ArtifactError, PrivacyError, ProjectorError, StateError
@@ -33,7 +32,7 @@ from mmfact.noise.projector import STORAGES, Array, Projector, explained_energy,
 from mmfact.noise.public_examples import check_disjoint, digest, examples
 from mmfact.noise.refresh import Refresh, noisy_explained, observe
 from mmfact.noise.torch import GradientNoise
-from mmfact.noise.torch_parameters import is_split, local
+from mmfact.noise.torch_share import Share
 
 if TYPE_CHECKING:
     from mmfact.store.projectors import ProjectorCache, ProjectorKey, StoredProjector
@@ -120,8 +119,8 @@ class ProjectedNoise:
         self._independent = _is_independent(noise.artifact.strategy)
         if not self._independent and not noise.checks_participation:
             raise PrivacyError(
-                "this artifact's noise is correlated, and its privacy is for a single pass: make the GradientNoise with "
-                "check_participation=True and give ids to step(), or use independent noise "
+                "this artifact's noise is correlated, and its privacy is for a single pass: make the GradientNoise "
+                "with check_participation=True and give ids to step(), or use independent noise "
                 "(mmfact.factorize.compiler.independent)"
             )
         self._gradients, self._per_example = gradients, per_example
@@ -146,10 +145,7 @@ class ProjectedNoise:
                 if some:
                     check_disjoint(what, some[0], "private example", private)
         self._public_digest = digest(self._public)
-        self._names = sorted(gradients._parameters)
-        self._shards = _Processes(gradients)
-        self._size = sum(gradients._shards[name].size for name in self._names)
-        self._elements = float(self._shards.sum(np.array([float(self._size)]))[0])
+        self._share = Share(gradients)
         self._deviations = noise.artifact.strategy.row_deviations()
         self._refreshed: int | None = None  # the step of the projector in use
         self._parameters_digest = ""  # at that step
@@ -193,20 +189,12 @@ class ProjectedNoise:
         self._gradients.step(ids=ids)
         if self.projector is None or number < self._start:
             return
-        given = self._gradients._given
-        if any(self._gradients._parameters[name].grad is not given.get(name) for name in self._names):
-            raise StateError("p.grad is not the noisy mean that step() made, so it cannot be projected; use none else")
         with torch.no_grad():
-            parts = {name: self._own(name) for name in self._names}
-            coefficients = self.projector.coefficients(parts, self._shards)
+            mean = self._share.gradient()
+            coefficients = self.projector.coefficients(mean, self._share)
             if seen is not None:
-                squares = sum(float(part.double().square().sum()) for part in parts.values())
-                squared_norm = float(self._shards.sum(np.array([squares]))[0])
-                deviation = self._noise_deviation(number)
-                explained = noisy_explained(coefficients, squared_norm, self._elements, deviation)
-                self._keep(replace(seen, noisy_explained=explained))
-            for name, part in self.projector.combine(coefficients, parts).items():
-                self._give(name, part)
+                self._keep(replace(seen, noisy_explained=self._noisy_explained(number, mean, coefficients)))
+            self._share.replace_gradient(self.projector.combine(coefficients, mean))
 
     def epsilon(
         self, delta: float, *, sampling_probability: float | None = None, accountant: str | None = None
@@ -246,7 +234,7 @@ class ProjectedNoise:
         """
         if self.projector is None:
             raise ProjectorError("there is no projector yet: the first one is made at start_step")
-        return explained_energy(self.projector, self._sliced(per_example), self._shards)
+        return explained_energy(self.projector, self._share.slices(per_example), self._share)
 
     def state_dict(self) -> dict[str, Any]:
         """What `load_state_dict` needs, beside the state of the `GradientNoise`.
@@ -293,8 +281,8 @@ class ProjectedNoise:
         for name in ours:
             if saved.get(name) != ours[name]:
                 raise StateError(
-                    f"the state has {name} = {saved.get(name)!r:.60}, here it is {ours[name]!r:.60}; go on with what the "
-                    "run began with, or begin a new run"
+                    f"the state has {name} = {saved.get(name)!r:.60}, here it is {ours[name]!r:.60}; go on with what "
+                    "the run began with, or begin a new run"
                 )
         if step != self.step_number:
             raise StateError(
@@ -312,9 +300,9 @@ class ProjectedNoise:
                 projector = self._read(found)
             elif not recompute:
                 raise StateError(
-                    f"the projector of step {refreshed} is not in the cache "
-                    f"{'(none was given)' if self._cache is None else self._cache.path}: give the cache that it was kept "
-                    "in (a larger max_bytes keeps more), or recompute=True, and the run goes on with a new projector"
+                    f"the projector of step {refreshed} is not in the cache ("
+                    f"{'none was given' if self._cache is None else self._cache.path}): give the cache that it was "
+                    "kept in (a larger max_bytes keeps more), or recompute=True, which goes on with a new projector"
                 )
         self.projector, self._parameters_digest = projector, parameters
         self._refreshed = refreshed if projector is not None else None
@@ -345,14 +333,14 @@ class ProjectedNoise:
             self._stored, source = projector is not None, "cache"
             if projector is None:
                 gradients, source = self._gradients_of(self._public), "computed"
-                projector = top_eigenspace(gradients, self._k, storage=self._storage, shards=self._shards)
+                projector = top_eigenspace(gradients, self._k, storage=self._storage, shards=self._share)
                 del gradients
             self._parameters_digest = parameters
         else:
             projector, source = self._drawn(number), "drawn"
         if self._held_out is not None:
             held_out = self._gradients_of(self._held_out)
-        seen = observe(projector, number, source, previous=previous, held_out=held_out, shards=self._shards)
+        seen = observe(projector, number, source, previous=previous, held_out=held_out, shards=self._share)
         self.projector, self._refreshed = projector, number
         return seen
 
@@ -362,7 +350,7 @@ class ProjectedNoise:
         if self._cache is None or self._kind != "eigen" or self._stored or self.projector is None:
             return
         key = self._key(seen.step, self._parameters_digest)
-        basis = [self.projector.basis[name].cpu().numpy() for name in self._names]
+        basis = [self.projector.basis[name].cpu().numpy() for name in self._share.names]
         record = {**seen.record(), "run": self._gradients.run.hex()}
         try:
             self._cache.put(key, basis, _values(self.projector), record)
@@ -378,14 +366,13 @@ class ProjectedNoise:
                 found = self._cache.get(self._key(number, parameters))
             except ArtifactError as error:
                 self._warn("get", f"a new projector is made: {error}")
-        everywhere = self._shards.sum(np.array([float(found is not None)]))[0] == self._gradients._processes
-        return self._read(found) if found is not None and everywhere else None
+        return self._read(found) if self._share.everywhere(found is not None) and found is not None else None
 
     def _read(self, stored: StoredProjector) -> Projector:
         """A projector as the cache keeps it: parts side by side."""
         basis, first = {}, 0
-        for name in self._names:
-            size = self._gradients._shards[name].size
+        for name in self._share.names:
+            size = self._share.shards[name].size
             # Copied, so that it lies in memory as a new one does, and products come out the same to the last bit.
             part = torch.from_numpy(np.ascontiguousarray(stored.basis[:, first : first + size])).clone()
             basis[name] = part.to(self._gradients._parameters[name].device)
@@ -395,7 +382,7 @@ class ProjectedNoise:
     def _made(self, basis: Mapping[str, Any], values: Mapping[str, Any], rank: int) -> Projector:
         try:
             arrays = {name: np.array(values[name], np.float64) for name in _VALUES}
-            held = {name: basis[name].to(self._gradients._parameters[name].device) for name in self._names}
+            held = {name: basis[name].to(self._gradients._parameters[name].device) for name in self._share.names}
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise StateError(f"the saved projector lacks a part ({error!r}); begin with a new one") from error
         scalars = {name: float(arrays.pop(name).item()) for name in ("energy", "scale")}
@@ -403,88 +390,36 @@ class ProjectedNoise:
 
     def _drawn(self, number: int) -> Projector:
         """A random projection, the same whenever it is drawn for this run and step."""
-        sizes = {name: replace(self._gradients._shards[name], dtype="float32") for name in self._names}
+        sizes = {name: replace(self._share.shards[name], dtype="float32") for name in self._share.names}
         seed = hashlib.sha256(self._gradients.run + number.to_bytes(8, "big")).digest()
-        drawn = random_projector(sizes, self._k, seed=seed, plain=self._kind == "random-plain", shards=self._shards)
-        basis = {
-            name: torch.from_numpy(part).to(self._gradients._parameters[name].device, getattr(torch, self._storage))
-            for name, part in drawn.basis.items()
-        }
+        drawn = random_projector(
+            sizes,
+            self._k,
+            seed=seed,
+            plain=self._kind == "random-plain",
+            storage=self._storage,
+            shards=self._share,
+        )
+        parameters = self._gradients._parameters
+        basis = {name: torch.from_numpy(part).to(parameters[name].device) for name, part in drawn.basis.items()}
         return replace(drawn, basis=basis)
 
     def _gradients_of(self, rows: Sequence[Tensor]) -> dict[str, Tensor]:
-        """This process's elements of examples' gradients; no gradient of the model is touched."""
-        if self._per_example is None:
-            raise ProjectorError("per_example is needed for the gradients of public examples")
-        parameters = self._gradients._parameters
-        before = {name: parameter.grad for name, parameter in parameters.items()}
-        failure, found = None, None
-        try:
-            found = self._sliced(self._per_example(*rows))
-            count = {len(part) for part in found.values()}
-            if count != {len(rows[0])}:
-                raise ProjectorError(f"per_example gave gradients of {sorted(count)} examples for {len(rows[0])}")
-        except Exception as error:
-            failure = error
-        finally:
-            for name, parameter in parameters.items():
-                parameter.grad = before[name]
-        failed = self._shards.sum(np.array([float(failure is not None)]))[0]
-        if failure is not None:
-            raise failure
-        if failed or found is None:
-            raise StateError(f"{failed:.0f} processes could not make their public gradients (see their messages)")
-        return found
+        """This share of public examples' gradients."""
+        return self._share.of(lambda: self._per_example(*rows), len(rows[0]))  # type: ignore[misc]
 
-    def _sliced(self, given: Any) -> dict[str, Tensor]:
-        """This process's elements of per-example gradients, by name."""
-        self._gradients._check_names(given)
-        found = {}
-        for name in self._names:
-            parameter, shard, part = self._gradients._parameters[name], self._gradients._shards[name], given[name]
-            shape = local(parameter.detach(), parameter).shape
-            if part.ndim == 0 or part.shape[1:] != shape:
-                raise ProjectorError(
-                    f"the public gradients of {name!r} have shape {tuple(part.shape)}; needed is one of shape "
-                    f"{tuple(shape)} for each example"
-                )
-            flat = part.detach().reshape(len(part), shape.numel())
-            if not is_split(parameter):
-                flat = flat[:, shard.offset : shard.offset + shard.size]
-            found[name] = flat
-        return found
-
-    def _own(self, name: str) -> Tensor:
-        """The elements of p.grad that this process projects."""
-        parameter, shard = self._gradients._parameters[name], self._gradients._shards[name]
-        flat = local(parameter.grad, parameter).reshape(-1)
-        return flat if is_split(parameter) else flat[shard.offset : shard.offset + shard.size]
-
-    def _give(self, name: str, part: Tensor) -> None:
-        """Put the projected elements into p.grad; every process gets all of them, bit for bit."""
-        parameter, shard = self._gradients._parameters[name], self._gradients._shards[name]
-        flat = local(parameter.grad, parameter).view(-1)
-        if is_split(parameter):
-            flat.copy_(part)
-            return
-        if self._gradients._processes > 1:
-            flat.zero_()
-        flat[shard.offset : shard.offset + shard.size] = part
-        if self._gradients._processes > 1:
-            dist.all_reduce(flat, group=self._gradients._group)
-
-    def _noise_deviation(self, number: int) -> float:
-        """The standard deviation of the noise in one element of the mean gradient of a step."""
+    def _noisy_explained(self, number: int, mean: Mapping[str, Tensor], coefficients: Array) -> float | None:
+        """What the noisy mean of a step tells about the private one."""
+        squares = np.array([sum(float(part.double().square().sum()) for part in mean.values())])
         noise = self._gradients._noise
         scale = noise.noise_multiplier * noise.clip_norm * noise.sensitivity / self._gradients._batch_size
-        return float(scale * self._deviations[number])
+        deviation = float(scale * self._deviations[number])
+        return noisy_explained(coefficients, float(self._share.sum(squares)[0]), self._share.elements, deviation)
 
     def _digest_parameters(self) -> str:
         made = hashlib.sha256()
-        for name in self._names:
-            parameter = self._gradients._parameters[name]
-            made.update(name.encode() + b"\0")
-            made.update(digest([local(parameter.detach(), parameter)]).encode())
+        for name, part in self._share.parameters().items():
+            made.update(name.encode() + b"\0" + digest([part]).encode())
         return made.hexdigest()
 
     def _key(self, number: int, parameters: str) -> ProjectorKey:
@@ -495,11 +430,11 @@ class ProjectedNoise:
         return ProjectorKey(
             scope=tag or gradients.run.hex(),
             step=number,
-            part=f"{gradients._rank}-of-{gradients._processes}",
+            part=self._share.part,
             kind=self._kind,
             k=self._k,
             m=len(self._public[0]),
-            p=self._size,
+            p=self._share.size,
             storage=self._storage,
             public=self._public_digest,
             parameters=parameters,
@@ -516,7 +451,8 @@ class ProjectedNoise:
             "storage": self._storage,
             "public": self._public_digest,
             "tag": self._tag,
-            "part": [self._gradients._rank, self._gradients._processes, self._size],
+            "part": self._share.part,
+            "elements": self._share.elements,
         }
 
     def _warn(self, kind: str, message: str) -> None:
@@ -524,27 +460,6 @@ class ProjectedNoise:
         if kind not in self._warned:
             self._warned.add(kind)
             warnings.warn(message, RuntimeWarning, stacklevel=4)
-
-
-class _Processes:
-    """How the processes of a run agree: see `mmfact.noise.projector.Shards`."""
-
-    def __init__(self, gradients: GradientNoise) -> None:
-        self._gradients = gradients
-
-    def sum(self, array: Array) -> Array:
-        if self._gradients._processes == 1:
-            return array
-        shared = torch.from_numpy(np.ascontiguousarray(array)).to(self._gradients._device)
-        dist.all_reduce(shared, group=self._gradients._group)
-        return shared.cpu().numpy()
-
-    def first(self, array: Array) -> Array:
-        if self._gradients._processes == 1:
-            return array
-        shared = torch.from_numpy(np.ascontiguousarray(array)).to(self._gradients._device)
-        dist.broadcast(shared, group=self._gradients._group, group_src=0)
-        return shared.cpu().numpy()
 
 
 def _values(projector: Projector) -> dict[str, Array]:

@@ -1,0 +1,148 @@
+"""This process's share of the vectors of a model whose gradients a `GradientNoise` makes, and sums over all shares."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mmfact.factorize.errors import ProjectorError, StateError
+from mmfact.noise.projector import Array
+from mmfact.noise.release import Shard
+from mmfact.noise.torch import GradientNoise
+from mmfact.noise.torch_parameters import is_split, local
+
+
+class Share:
+    """The elements whose noise this process adds: a slice of every parameter, or what it holds of a split one.
+
+    As `mmfact.noise.projector.Shards`, with every process of the run taking part in each call.
+
+    Attributes
+    ----------
+    names : list of str
+        Of the parameters, in an order that does not depend on the model's.
+    shards : mapping of str to Shard
+    size, elements : int
+        Of this share, and of all of them together.
+    part : str
+        Which share this is.
+    """
+
+    def __init__(self, gradients: GradientNoise) -> None:
+        self._gradients, self._parameters = gradients, gradients._parameters
+        self._alone = gradients._processes == 1
+        self.shards: Mapping[str, Shard] = gradients._shards
+        self.names = sorted(self.shards)
+        self.size = sum(shard.size for shard in self.shards.values())
+        self.elements = int(self.sum(np.array([float(self.size)]))[0])
+        self.part = f"{gradients._rank}-of-{gradients._processes}"
+
+    def sum(self, array: Array) -> Array:
+        """The array added up over all processes, the same in each to the last bit."""
+        return self._together(array, dist.all_reduce)
+
+    def first(self, array: Array) -> Array:
+        """The array of the first process."""
+        return self._together(array, lambda shared, group: dist.broadcast(shared, group=group, group_src=0))
+
+    def everywhere(self, true: bool) -> bool:
+        """Whether it is true in all processes."""
+        return bool(self.sum(np.array([float(not true)]))[0] == 0)
+
+    def of(self, make: Callable[[], Any], count: int) -> dict[str, Tensor]:
+        """This share's elements of the per-example gradients that `make` gives, (count, size) by name.
+
+        No gradient of the model is touched, and no process goes on if one could not make its own.
+        """
+        before = {name: parameter.grad for name, parameter in self._parameters.items()}
+        failure: Exception | None = None
+        found: dict[str, Tensor] = {}
+        try:
+            found = self.slices(make())
+            counts = {len(part) for part in found.values()}
+            if counts != {count}:
+                raise ProjectorError(
+                    f"per_example gave the gradients of {' and '.join(map(str, sorted(counts)))} examples for {count}"
+                )
+        except Exception as error:
+            failure = error
+        finally:
+            for name, parameter in self._parameters.items():
+                parameter.grad = before[name]
+        fine = self.everywhere(failure is None)
+        if failure is not None:
+            raise failure
+        if not fine:
+            raise StateError("another process could not make the public gradients (see its message)")
+        return found
+
+    def slices(self, per_example: Any) -> dict[str, Tensor]:
+        """This share's elements of per-example gradients, by name.
+
+        Raises
+        ------
+        AdapterError
+            A parameter is missing or unknown.
+        ProjectorError
+            A shape does not fit.
+        """
+        self._gradients._check_names(per_example)
+        found = {}
+        for name in self.names:
+            parameter, shard, part = self._parameters[name], self.shards[name], per_example[name]
+            shape = local(parameter.detach(), parameter).shape
+            if part.ndim == 0 or part.shape[1:] != shape:
+                raise ProjectorError(
+                    f"the public gradients of {name!r} have shape {tuple(part.shape)}; needed is one of shape "
+                    f"{tuple(shape)} for each example"
+                )
+            flat = part.detach().reshape(len(part), shape.numel())
+            found[name] = flat if is_split(parameter) else flat[:, shard.offset : shard.offset + shard.size]
+        return found
+
+    def gradient(self) -> dict[str, Tensor]:
+        """This share's elements of the noisy mean that the latest `step` made.
+
+        Raises
+        ------
+        StateError
+            p.grad is something else, which may have no noise.
+        """
+        given = self._gradients._given
+        if any(self._parameters[name].grad is not given.get(name) for name in self.names):
+            raise StateError("p.grad is not the noisy mean that step() made, so it cannot be projected; use no other")
+        return {name: self._own(name) for name in self.names}
+
+    def replace_gradient(self, made: Mapping[str, Tensor]) -> None:
+        """Put this share's elements into p.grad in place; every process gets all of them, the same to the last bit."""
+        for name, part in made.items():
+            parameter = self._parameters[name]
+            own = self._own(name)
+            if self._alone or is_split(parameter):
+                own.copy_(part)
+                continue
+            whole = parameter.grad
+            whole.zero_()
+            own.copy_(part)
+            dist.all_reduce(whole, group=self._gradients._group)
+
+    def parameters(self) -> dict[str, Tensor]:
+        """What this process holds of every parameter."""
+        return {name: local(self._parameters[name].detach(), self._parameters[name]) for name in self.names}
+
+    def _own(self, name: str) -> Tensor:
+        parameter, shard = self._parameters[name], self.shards[name]
+        flat = local(parameter.grad, parameter).view(-1)
+        return flat if is_split(parameter) else flat[shard.offset : shard.offset + shard.size]
+
+    def _together(self, array: Array, exchange: Callable[..., Any]) -> Array:
+        if self._alone:
+            return array
+        shared = torch.from_numpy(np.ascontiguousarray(array)).to(self._gradients._device)
+        exchange(shared, group=self._gradients._group)
+        return shared.cpu().numpy()
