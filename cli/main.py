@@ -537,4 +537,6 @@ def _already_there(store: Any, ref: str, workload: Workload, options: Options) -
     return artifact
 
 
-from mmfact.cli import privacy as _privacy  # noqa: E402, F401 - last: it registers its command with the above
+# last: they register their commands with the above
+from mmfact.cli import privacy as _privacy  # noqa: E402, F401
+from mmfact.cli import projector as _projector  # noqa: E402, F401

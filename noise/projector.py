@@ -173,6 +173,12 @@ class Projector:
                 + (f"{min(missing)!r} is missing" if missing else f"{min(unknown)!r} is none of them")
             )
         for name, part in parts.items():
+            if not _floating(part) or isinstance(part, np.ndarray) != isinstance(self.basis[name], np.ndarray):
+                wanted = "NumPy array" if isinstance(self.basis[name], np.ndarray) else "torch tensor"
+                raise ProjectorError(
+                    f"the gradient{f' of {name!r}' if name else ''} must be a {wanted} of real numbers, float16 to "
+                    f"float64, as the projector's vectors are, not {_described(part)}"
+                )
             size = math.prod(part.shape)
             if size != self.basis[name].shape[1]:
                 raise ProjectorError(
@@ -213,7 +219,12 @@ def top_eigenspace(
     if isinstance(k, bool) or not isinstance(k, int | np.integer) or k < 1:
         raise ProjectorError(f"k = {k!r} must be a whole number of at least 1, the dimension of the subspace")
     k = int(k)
-    squares = agree.sum(sum((_squared_norms(part) for part in parts.values()), np.zeros(m)))
+    by_gram = method == "gram" or (method == "auto" and m <= LARGEST_GRAM) or k + 1 >= m
+    if by_gram:
+        gram = agree.sum(sum((_gram(part) for part in parts.values()), np.zeros((m, m))))
+        squares = np.diag(gram)
+    else:
+        squares = agree.sum(sum((_squared_norms(part) for part in parts.values()), np.zeros(m)))
     if not np.isfinite(squares).all():
         worst = int(np.flatnonzero(~np.isfinite(squares))[0])
         raise ProjectorError(
@@ -225,10 +236,7 @@ def top_eigenspace(
     if k > m:
         raise ProjectorError(f"k = {k} is above the number of public gradients, {m}: give a smaller k or more examples")
     energy = float(squares.sum()) / m
-    if method == "gram" or (method == "auto" and m <= LARGEST_GRAM) or k + 1 >= m:
-        values, vectors = np.linalg.eigh(agree.sum(sum((_gram(part) for part in parts.values()), np.zeros((m, m)))) / m)
-    else:
-        values, vectors = _lanczos(parts, m, k, agree)
+    values, vectors = np.linalg.eigh(gram / m) if by_gram else _lanczos(parts, m, k, agree)
     spectrum = np.maximum(values[::-1], 0)
     elements = float(agree.sum(np.array([float(sum(part.shape[1] for part in parts.values()))]))[0])
     rank = int((spectrum > 4 * _EPS * max(m, math.sqrt(elements)) * spectrum[0]).sum())
@@ -280,6 +288,8 @@ def random_projector(
     elements = sum(place.total for place in places.values())
     if storage not in STORAGES:
         raise ProjectorError(f"storage {storage!r} must be one of {STORAGES}")
+    if not isinstance(seed, bytes):
+        raise ProjectorError(f"seed must be bytes, not {type(seed).__name__}")
     if isinstance(k, bool) or not isinstance(k, int | np.integer) or not 1 <= k <= elements:
         raise ProjectorError(f"k = {k!r} must be a whole number from 1 to the number of elements, {elements}")
     # As a noise source serves: its key is public here, and hashed as no noise key is.
@@ -292,7 +302,8 @@ def random_projector(
             source.fill(j, place.offset, row)
             row /= math.sqrt(k if plain else elements)
     if not plain:
-        basis = _orthonormal(_orthonormal(basis, 1.0, shards or _Whole()), 1.0, shards or _Whole())
+        for _ in range(1 if 4 * k < elements else 2):  # so many Gaussian vectors are far from orthogonal
+            basis = _orthonormal(basis, 1.0, shards or _Whole())
     scale = _scale(storage, elements)
     if storage != "float32":
         basis = {name: (part / scale).astype(storage) for name, part in basis.items()}
@@ -369,10 +380,10 @@ def _examples(gradients: Any) -> tuple[dict[str, Any], int]:
     given = dict(gradients) if isinstance(gradients, Mapping) else {_ONE: gradients}
     counts = set()
     for name, part in given.items():
-        if not hasattr(part, "shape") or len(part.shape) < 1 + (not name):
+        if not _floating(part) or len(part.shape) < 1 + (not name):
             raise ProjectorError(
-                f"the public gradients{f' of {name!r}' if name else ''} must be an array with a row for each example, "
-                f"not {type(part).__name__} of shape {tuple(getattr(part, 'shape', ()))}"
+                f"the public gradients{f' of {name!r}' if name else ''} must be an array of real numbers, float16 to "
+                f"float64, with a row for each example, not {_described(part)}"
             )
         counts.add(int(part.shape[0]))
     if len(counts) != 1 or 0 in counts:
@@ -427,11 +438,12 @@ def _combined(weights: Array, part: Any, storage: str) -> Any:
 
 def _orthonormal(basis: Mapping[str, Any], scale: float, agree: Shards) -> dict[str, Any]:
     """The same space and, but for their last digits, vectors: by the Cholesky factor of their Gram matrix."""
-    gram = scale**2 * agree.sum(sum((_gram(part) for part in basis.values()), 0.0))
+    k = next(iter(basis.values())).shape[0]
+    gram = scale**2 * agree.sum(sum((_gram(part) for part in basis.values()), np.zeros((k, k))))
     try:
         inverse = np.linalg.inv(np.linalg.cholesky(gram))
     except np.linalg.LinAlgError as error:
-        raise ProjectorError(f"the {len(gram)} vectors nearly depend on each other: give a smaller k") from error
+        raise ProjectorError(f"the {k} vectors nearly depend on each other: give a smaller k") from error
     inverse = agree.first(inverse)
     storage = str(next(iter(basis.values())).dtype).removeprefix("torch.")
     return {name: _combined(inverse, part, storage) for name, part in basis.items()}
@@ -470,6 +482,16 @@ def _pairs(one: Projector, other: Projector) -> Iterator[tuple[Any, Any]]:
         for first in range(0, part.shape[1], width):
             pair = part[:, first : first + width], other.basis[name][:, first : first + width]
             yield (_double(pair[0]), _double(pair[1])) if exact else pair
+
+
+def _floating(array: Any) -> bool:
+    known = isinstance(array, np.ndarray) or hasattr(array, "new_tensor")
+    return known and str(array.dtype).removeprefix("torch.") in ("float16", "bfloat16", "float32", "float64")
+
+
+def _described(array: Any) -> str:
+    shape, dtype = getattr(array, "shape", None), getattr(array, "dtype", "")
+    return type(array).__name__ + (f" of {dtype}, shape {tuple(shape)}" if shape is not None else "")
 
 
 def _double(array: Any) -> Any:

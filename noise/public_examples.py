@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from mmfact.factorize.errors import ProjectorError
 
 def examples(what: str, given: Any) -> tuple[Tensor, ...]:
     """Tensors with a row for each example, as many in each: ``(features, targets)``, or features alone."""
-    tensors = (given,) if isinstance(given, Tensor) else tuple(given)
+    tensors = tuple(given) if isinstance(given, list | tuple) else (given,)
     if not tensors or not all(isinstance(tensor, Tensor) and tensor.ndim > 0 for tensor in tensors):
         raise ProjectorError(f"the {what} must be a tensor, or several as (features, targets), a row for each example")
     counts = sorted({len(tensor) for tensor in tensors})
@@ -46,8 +46,10 @@ def check_disjoint(what: str, some: Tensor, others_are: str, others: Any) -> Non
     ProjectorError
         One is; or rows have another shape or precision, so that they cannot be compared.
     """
+    if not isinstance(others, Iterable):
+        raise ProjectorError(f"{others_are}s must be a tensor or a sequence of tensors, not {type(others).__name__}")
     known = {key: row for row, key in enumerate(_digests(some))}
-    for row, other in enumerate(_rows(others)):
+    for row, other in enumerate(map(torch.as_tensor, others)):
         if other.shape != some.shape[1:] or other.dtype != some.dtype:
             raise ProjectorError(
                 f"{others_are} {row} is {other.dtype} of shape {tuple(other.shape)}, the {what} {some.dtype} of shape "
@@ -63,11 +65,6 @@ def check_disjoint(what: str, some: Tensor, others_are: str, others: Any) -> Non
 
 def _digests(tensor: Tensor) -> Iterator[bytes]:
     return (hashlib.sha256(_bytes(row)).digest() for row in tensor)
-
-
-def _rows(others: Any) -> Iterator[Tensor]:
-    for row in others:
-        yield row if isinstance(row, Tensor) else torch.as_tensor(row)
 
 
 def _bytes(tensor: Tensor) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -47,7 +48,7 @@ class Refresh:
     distance_to_held_out : float or None
         ||VV' - WW'||, W of these other gradients, where they have the rank for it.
     distance_to_previous : float or None
-        ||VV' - WW'||, W of the refresh before.
+        ||VV' - WW'||, W of the refresh before. None for a random projection.
     noisy_explained : float or None
         Part of the private mean gradient's energy in the subspace, estimated from the noisy one. None where the noise
         hides it (the estimated energy is below four standard deviations of the noise's).
@@ -80,17 +81,15 @@ def observe(
 ) -> Refresh:
     """All figures but that of the noisy gradient."""
     seen: dict[str, float] = {}
-    if previous is not None:
+    if previous is not None and projector.kind == "eigen":
         seen["distance_to_previous"] = subspace_distance(projector, previous, shards)
     if held_out is not None:
-        seen["held_out_explained"] = explained_energy(projector, held_out, shards)
-        seen["held_out_error"] = reconstruction_error(projector, held_out, shards)
-        if projector.kind == "eigen":
-            try:
+        with suppress(ProjectorError):  # gradients that are not finite, or fewer than k independent ones: no figure
+            seen["held_out_explained"] = explained_energy(projector, held_out, shards)
+            seen["held_out_error"] = reconstruction_error(projector, held_out, shards)
+            if projector.kind == "eigen":
                 other = top_eigenspace(held_out, projector.k, shards=shards)
                 seen["distance_to_held_out"] = subspace_distance(projector, other, shards)
-            except ProjectorError:
-                pass  # fewer independent gradients than k: no such subspace
     return Refresh(step, source, projector.explained, projector.gap, projector.rank, **seen)
 
 

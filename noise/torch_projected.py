@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
@@ -40,6 +40,16 @@ if TYPE_CHECKING:
 KINDS = ("eigen", "random", "random-plain")
 
 _VALUES = ("eigenvalues", "spectrum", "energy", "scale")  # what a stored projector has besides its vectors
+
+
+@dataclass(frozen=True, eq=False)
+class _Held:
+    """The projector in use."""
+
+    projector: Projector
+    step: int  # of its refresh
+    parameters: str  # their digest at that step; "" where none is needed
+    stored: bool  # whether the cache has it
 
 
 class ProjectedNoise:
@@ -81,8 +91,6 @@ class ProjectedNoise:
     ----------
     refreshes : list of Refresh
         One for each refresh so far.
-    projector : Projector or None
-        The one in use.
 
     Raises
     ------
@@ -90,6 +98,8 @@ class ProjectedNoise:
         Public examples that do not fit, or are private as well; an unknown kind.
     PrivacyError
         Correlated noise without participation check.
+    StateError
+        Processes with other settings or public examples than the rest; a setting out of range.
     """
 
     def __init__(
@@ -113,46 +123,54 @@ class ProjectedNoise:
                 f"gradients must be a GradientNoise, which has its noise before it is projected, not "
                 f"{type(gradients).__name__}"
             )
-        if kind not in KINDS or storage not in STORAGES:
-            raise ProjectorError(f"kind {kind!r} must be one of {KINDS}, storage {storage!r} one of {STORAGES}")
         noise = gradients._noise
-        self._independent = _is_independent(noise.artifact.strategy)
-        if not self._independent and not noise.checks_participation:
-            raise PrivacyError(
-                "this artifact's noise is correlated, and its privacy is for a single pass: make the GradientNoise "
-                "with check_participation=True and give ids to step(), or use independent noise "
-                "(mmfact.factorize.compiler.independent)"
-            )
         self._gradients, self._per_example = gradients, per_example
-        self._k = checks.whole("k", k, 1)
         self._kind, self._storage = kind, storage
-        self._every = None if refresh is None else checks.whole("refresh", refresh, 1)
-        self._start = checks.whole("start_step", start_step, 0)
-        self._tag = None if tag is None else checks.text("tag", tag)
-        self._cache = cache
+        self._independent = _is_independent(noise.artifact.strategy)
         self._public: tuple[Tensor, ...] = ()
-        if kind == "eigen":
-            if per_example is None or public is None:
-                raise ProjectorError("per_example and public examples are needed for kind 'eigen'")
-            self._public = examples("public examples", public)
-        self._held_out = None if held_out is None else examples("held-out examples", held_out)
-        if self._held_out is not None and per_example is None:
-            raise ProjectorError("held-out examples need per_example, which gives their gradients")
-        if self._public and self._held_out is not None:
-            check_disjoint("held-out example", self._held_out[0], "public example", self._public[0])
-        if private is not None:
-            for what, some in (("public example", self._public), ("held-out example", self._held_out or ())):
-                if some:
-                    check_disjoint(what, some[0], "private example", private)
-        self._public_digest = digest(self._public)
+        self._held_out: tuple[Tensor, ...] | None = None
         self._share = Share(gradients)
+        # A process that holds no element has nothing to keep there: a few numbers, which its state has.
+        self._cache = cache if self._share.size else None
+        with self._share.together("begin"):
+            if kind not in KINDS or storage not in STORAGES:
+                raise ProjectorError(f"kind {kind!r} must be one of {KINDS}, storage {storage!r} one of {STORAGES}")
+            if not self._independent and not noise.checks_participation:
+                raise PrivacyError(
+                    "this artifact's noise is correlated, and its privacy is for a single pass: make the GradientNoise "
+                    "with check_participation=True and give ids to step(), or use independent noise "
+                    "(mmfact.factorize.compiler.independent)"
+                )
+            self._k = checks.whole("k", k, 1)
+            self._every = None if refresh is None else checks.whole("refresh", refresh, 1)
+            self._start = checks.whole("start_step", start_step, 0)
+            self._tag = None if tag is None else checks.text("tag", tag)
+            if kind == "eigen":
+                if per_example is None or public is None:
+                    raise ProjectorError("per_example and public examples are needed for kind 'eigen'")
+                self._public = examples("public examples", public)
+            if held_out is not None:
+                if per_example is None:
+                    raise ProjectorError("held-out examples need per_example, which gives their gradients")
+                self._held_out = examples("held-out examples", held_out)
+            self._check_examples(private)
+            self._public_digest = digest(self._public)
+        settings = {**self._settings(), "part": "", "held_out": self._held_out and digest(self._held_out)}
+        differing = self._share.differing(settings)
+        if differing:
+            raise StateError(
+                f"the processes do not agree on {' and '.join(differing)}, and each would project on another subspace: "
+                "give all of them the same settings and the same public examples, in the same order"
+            )
         self._deviations = noise.artifact.strategy.row_deviations()
-        self._refreshed: int | None = None  # the step of the projector in use
-        self._parameters_digest = ""  # at that step
-        self._stored = False  # whether the cache has it
+        self._held: _Held | None = None
         self._warned: set[str] = set()
-        self.projector: Projector | None = None
         self.refreshes: list[Refresh] = []
+
+    @property
+    def projector(self) -> Projector | None:
+        """The one in use; None before start_step."""
+        return None if self._held is None else self._held.projector
 
     @property
     def step_number(self) -> int:
@@ -185,16 +203,21 @@ class ProjectedNoise:
             As for `GradientNoise.step`.
         """
         number = self.step_number
-        seen = self._refresh(number) if self._is_due(number) else None
+        made = self._refresh(number) if self._is_due(number) else None
         self._gradients.step(ids=ids)
-        if self.projector is None or number < self._start:
+        if made is not None:
+            self._held = made[0]
+        if self._held is None:
             return
+        projector, explained = self._held.projector, None
         with torch.no_grad():
             mean = self._share.gradient()
-            coefficients = self.projector.coefficients(mean, self._share)
-            if seen is not None:
-                self._keep(replace(seen, noisy_explained=self._noisy_explained(number, mean, coefficients)))
-            self._share.replace_gradient(self.projector.combine(coefficients, mean))
+            coefficients = projector.coefficients(mean, self._share)
+            if made is not None:
+                explained = self._noisy_explained(number, mean, coefficients)
+            self._share.replace_gradient(projector.combine(coefficients, mean))
+        if made is not None:
+            self._keep(replace(made[1], noisy_explained=explained))
 
     def epsilon(
         self, delta: float, *, sampling_probability: float | None = None, accountant: str | None = None
@@ -205,17 +228,24 @@ class ProjectedNoise:
         ----------
         sampling_probability : float, optional
             Of the Poisson sampling that made the batches, for independent noise only. Default: every example took part
-            in one step at most.
+            in one step at most, which must have been checked.
         accountant : str, optional
             For Poisson sampling: see `mmfact.factorize.accounting.poisson_dpsgd_epsilon`.
 
         Raises
         ------
         PrivacyError
-            Sampling with correlated noise, which nothing amplifies; parameters out of range.
+            Sampling with correlated noise, which nothing amplifies; no sampling, and nobody checked that there was a
+            single pass; parameters out of range.
         """
         sigma = self._gradients._noise.noise_multiplier
         if sampling_probability is None:
+            if not self._gradients._noise.checks_participation:
+                raise PrivacyError(
+                    "nobody checked that each example took part in one step at most, and several passes would cost "
+                    "more: give sampling_probability= if batches were sampled by Poisson, or make the GradientNoise "
+                    "with check_participation=True"
+                )
             return gaussian_epsilon(sigma, delta)
         if not self._independent:
             raise PrivacyError(
@@ -242,16 +272,16 @@ class ProjectedNoise:
         With a cache the projector itself stays there; without one it is in the state, k numbers for each parameter.
         With several processes each has its own.
         """
-        held = None
-        if self.projector is not None and self._kind == "eigen" and not self._stored:
-            values = {name: torch.from_numpy(array) for name, array in _values(self.projector).items()}
-            held = {"basis": dict(self.projector.basis), "values": values, "rank": self.projector.rank}
+        held, inside = self._held, None
+        if held is not None and self._kind == "eigen" and not held.stored:
+            values = {name: torch.from_numpy(array) for name, array in _values(held.projector).items()}
+            inside = {"basis": dict(held.projector.basis), "values": values, "rank": held.projector.rank}
         return {
             "settings": self._settings(),
             "step": self.step_number,
-            "refreshed": self._refreshed,
-            "parameters": self._parameters_digest,
-            "projector": held,
+            "refreshed": None if held is None else held.step,
+            "parameters": "" if held is None else held.parameters,
+            "projector": inside,
             "refreshes": [one.record() for one in self.refreshes],
         }
 
@@ -261,7 +291,8 @@ class ProjectedNoise:
         Parameters
         ----------
         recompute : bool
-            If the cache no longer has the projector, make a new one at the next step.
+            If the cache no longer has the projector, or has it no longer whole, or there is another number of
+            processes now, make a new one at the next step.
 
         Raises
         ------
@@ -270,43 +301,38 @@ class ProjectedNoise:
         ProjectorStale, ArtifactCorrupt
             What the cache has is another one, or damaged.
         """
-        try:
-            saved, ours = dict(state["settings"]), self._settings()
-            step, refreshed, parameters = state["step"], state["refreshed"], state["parameters"]
-            held, records = state["projector"], [Refresh(**one) for one in state["refreshes"]]
-        except (KeyError, TypeError, ValueError) as error:
-            raise StateError(
-                f"this is no state of a ProjectedNoise ({error!r}); give what state_dict() made"
-            ) from error
-        for name in ours:
-            if saved.get(name) != ours[name]:
+        held = None
+        with self._share.together("restore its state"):
+            try:
+                saved, ours = dict(state["settings"]), self._settings()
+                step, refreshed, parameters = state["step"], state["refreshed"], state["parameters"]
+                inside, records = state["projector"], [Refresh(**one) for one in state["refreshes"]]
+            except (KeyError, TypeError, ValueError) as error:
                 raise StateError(
-                    f"the state has {name} = {saved.get(name)!r:.60}, here it is {ours[name]!r:.60}; go on with what "
-                    "the run began with, or begin a new run"
+                    f"this is no state of a ProjectedNoise ({error!r}); give what state_dict() made"
+                ) from error
+            # Projectors fit the elements that a process held; random ones are drawn again for any.
+            moved = self._kind == "eigen" and saved.get("part") != ours["part"]
+            for name in ours:
+                if saved.get(name) != ours[name] and (name != "part" or (moved and not recompute)):
+                    raise StateError(
+                        f"the state has {name} = {saved.get(name)!r:.60}, here it is {ours[name]!r:.60}; go on with "
+                        "what the run began with, or begin a new run"
+                    )
+            if step != self.step_number:
+                raise StateError(
+                    f"the state is of step {step}, but the GradientNoise is at step {self.step_number}; restore both "
+                    "from one checkpoint"
                 )
-        if step != self.step_number:
-            raise StateError(
-                f"the state is of step {step}, but the GradientNoise is at step {self.step_number}; restore both from "
-                "one checkpoint"
-            )
-        projector = None
+            if refreshed is not None and self._kind == "eigen" and not moved:
+                if inside is not None:
+                    held = _Held(self._made(inside), refreshed, parameters, stored=False)
+                else:
+                    held = self._restored(refreshed, parameters, recompute)
         if refreshed is not None and self._kind != "eigen":
-            projector = self._drawn(refreshed)
-        elif refreshed is not None and held is not None:
-            projector = self._made(held["basis"], held["values"], held["rank"])
-        elif refreshed is not None:
-            found = None if self._cache is None else self._cache.get(self._key(refreshed, parameters))
-            if found is not None:
-                projector = self._read(found)
-            elif not recompute:
-                raise StateError(
-                    f"the projector of step {refreshed} is not in the cache ("
-                    f"{'none was given' if self._cache is None else self._cache.path}): give the cache that it was "
-                    "kept in (a larger max_bytes keeps more), or recompute=True, which goes on with a new projector"
-                )
-        self.projector, self._parameters_digest = projector, parameters
-        self._refreshed = refreshed if projector is not None else None
-        self._stored = projector is not None and self._kind == "eigen" and held is None
+            held = _Held(self._drawn(refreshed), refreshed, parameters, stored=False)
+        # One process without its part has all of them make a new one.
+        self._held = held if self._share.everywhere(held is not None) else None
         self.refreshes = records
 
     def ledger(self) -> dict[str, Any]:
@@ -320,41 +346,42 @@ class ProjectedNoise:
         raise StateError("it is never pickled or copied, or two would issue the same rows; use state_dict()")
 
     def _is_due(self, number: int) -> bool:
-        if not self._start <= number < self.horizon or self._refreshed == number:
+        if not self._start <= number < self.horizon:
             return False
-        return self.projector is None or (self._every is not None and (number - self._start) % self._every == 0)
+        if self._held is None or self._every is None:
+            return self._held is None
+        return (number - self._start) // self._every > (self._held.step - self._start) // self._every
 
-    def _refresh(self, number: int) -> Refresh:
-        """The projector of step `number`: from the cache, or new."""
-        previous, held_out = self.projector, None
+    def _refresh(self, number: int) -> tuple[_Held, Refresh]:
+        """The projector of step `number`: from the cache, or new. Nothing is changed yet: the step may be refused."""
+        parameters, stored, source, held_out = "", False, "drawn", None
         if self._kind == "eigen":
             parameters = "" if self._tag is not None or self._cache is None else self._digest_parameters()
-            projector = self._cached(number, parameters)
-            self._stored, source = projector is not None, "cache"
-            if projector is None:
+            cached = self._cached(number, parameters)
+            if cached is not None:
+                projector, stored, source = cached, True, "cache"
+            else:
                 gradients, source = self._gradients_of(self._public), "computed"
                 projector = top_eigenspace(gradients, self._k, storage=self._storage, shards=self._share)
                 del gradients
-            self._parameters_digest = parameters
         else:
-            projector, source = self._drawn(number), "drawn"
+            projector = self._drawn(number)
         if self._held_out is not None:
             held_out = self._gradients_of(self._held_out)
-        seen = observe(projector, number, source, previous=previous, held_out=held_out, shards=self._share)
-        self.projector, self._refreshed = projector, number
-        return seen
+        seen = observe(projector, number, source, previous=self.projector, held_out=held_out, shards=self._share)
+        return _Held(projector, number, parameters, stored), seen
 
     def _keep(self, seen: Refresh) -> None:
         """Record a refresh, and the projector in the cache."""
         self.refreshes.append(seen)
-        if self._cache is None or self._kind != "eigen" or self._stored or self.projector is None:
+        held = self._held
+        if self._cache is None or self._kind != "eigen" or held is None or held.stored:
             return
-        key = self._key(seen.step, self._parameters_digest)
-        basis = [self.projector.basis[name].cpu().numpy() for name in self._share.names]
+        basis = [held.projector.basis[name].cpu().numpy() for name in self._share.names]
         record = {**seen.record(), "run": self._gradients.run.hex()}
         try:
-            self._cache.put(key, basis, _values(self.projector), record)
-            self._stored = True
+            self._cache.put(self._key(held.step, held.parameters), basis, _values(held.projector), record)
+            self._held = replace(held, stored=True)
         except ArtifactError as error:
             self._warn("put", f"the projector stays in memory only, and in checkpoints: {error}")
 
@@ -363,30 +390,59 @@ class ProjectedNoise:
         found = None
         if self._cache is not None:
             try:
-                found = self._cache.get(self._key(number, parameters))
-            except ArtifactError as error:
+                stored = self._cache.get(self._key(number, parameters))
+                found = None if stored is None else self._read(stored)
+            except (ArtifactError, StateError) as error:
                 self._warn("get", f"a new projector is made: {error}")
-        return self._read(found) if self._share.everywhere(found is not None) and found is not None else None
+        return found if self._share.everywhere(found is not None) else None
+
+    def _restored(self, number: int, parameters: str, recompute: bool) -> _Held | None:
+        """The projector of step `number` from the cache; None if there is none, and a new one may be made."""
+        try:
+            stored = None if self._cache is None else self._cache.get(self._key(number, parameters))
+        except ArtifactError:
+            if not recompute:
+                raise
+            return None
+        if stored is not None:
+            return _Held(self._read(stored), number, parameters, stored=True)
+        if recompute:
+            return None
+        raise StateError(
+            f"the projector of step {number} is not in the cache ("
+            f"{'none was given' if self._cache is None else self._cache.path}): give the cache that it was kept in (a "
+            "larger max_bytes keeps more), or recompute=True, which goes on with a new projector"
+        )
 
     def _read(self, stored: StoredProjector) -> Projector:
         """A projector as the cache keeps it: parts side by side."""
         basis, first = {}, 0
         for name in self._share.names:
             size = self._share.shards[name].size
-            # Copied, so that it lies in memory as a new one does, and products come out the same to the last bit.
-            part = torch.from_numpy(np.ascontiguousarray(stored.basis[:, first : first + size])).clone()
-            basis[name] = part.to(self._gradients._parameters[name].device)
+            basis[name] = torch.from_numpy(np.ascontiguousarray(stored.basis[:, first : first + size]))
             first += size
-        return self._made(basis, stored.values, int(stored.record["rank"]))
+        return self._made({"basis": basis, "values": stored.values, "rank": stored.record.get("rank")})
 
-    def _made(self, basis: Mapping[str, Any], values: Mapping[str, Any], rank: int) -> Projector:
+    def _made(self, kept: Mapping[str, Any]) -> Projector:
+        """A projector that was kept."""
         try:
-            arrays = {name: np.array(values[name], np.float64) for name in _VALUES}
-            held = {name: basis[name].to(self._gradients._parameters[name].device) for name in self._share.names}
+            basis, values, rank = kept["basis"], kept["values"], int(kept["rank"])
+            arrays = {name: torch.as_tensor(values[name], dtype=torch.float64).numpy() for name in _VALUES}
+            eigenvalues, spectrum = arrays["eigenvalues"], arrays["spectrum"]
+            energy, scale = (float(arrays[name].item()) for name in ("energy", "scale"))
+            shapes = {name: (self._k, self._share.shards[name].size) for name in self._share.names}
+            found = {name: tuple(part.shape) for name, part in basis.items()}
+            if found != shapes or eigenvalues.shape != (self._k,):
+                raise ValueError("its vectors have other shapes")
+            held = {name: self._placed(name, basis[name]) for name in self._share.names}
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise StateError(f"the saved projector lacks a part ({error!r}); begin with a new one") from error
-        scalars = {name: float(arrays.pop(name).item()) for name in ("energy", "scale")}
-        return Projector(basis=held, **arrays, **scalars, kind="eigen", examples=len(self._public[0]), rank=rank)
+        return Projector(held, eigenvalues, spectrum, energy, "eigen", len(self._public[0]), rank, scale)
+
+    def _placed(self, name: str, part: Tensor) -> Tensor:
+        """Vectors where their parameter is. Copied, so that they lie in memory as torch lays out new ones, and products
+        come out the same to the last bit."""
+        return part.to(self._gradients._parameters[name].device, copy=True)
 
     def _drawn(self, number: int) -> Projector:
         """A random projection, the same whenever it is drawn for this run and step."""
@@ -400,9 +456,18 @@ class ProjectedNoise:
             storage=self._storage,
             shards=self._share,
         )
-        parameters = self._gradients._parameters
-        basis = {name: torch.from_numpy(part).to(parameters[name].device) for name, part in drawn.basis.items()}
-        return replace(drawn, basis=basis)
+        return replace(
+            drawn, basis={name: self._placed(name, torch.from_numpy(part)) for name, part in drawn.basis.items()}
+        )
+
+    def _check_examples(self, private: Any) -> None:
+        """No public example is a private one, and none of the held-out ones either."""
+        known = (("public example", self._public), ("held-out example", self._held_out or ()))
+        if self._public and self._held_out:
+            check_disjoint("held-out example", self._held_out[0], "public example", self._public[0])
+        for what, some in known if private is not None else ():
+            if some:
+                check_disjoint(what, some[0], "private example", private)
 
     def _gradients_of(self, rows: Sequence[Tensor]) -> dict[str, Tensor]:
         """This share of public examples' gradients."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -54,31 +56,43 @@ class Share:
         """Whether it is true in all processes."""
         return bool(self.sum(np.array([float(not true)]))[0] == 0)
 
+    @contextmanager
+    def together(self, what: str) -> Iterator[None]:
+        """What is done inside, without a word to other processes, succeeds in all of them, or raises in all."""
+        failure: Exception | None = None
+        try:
+            yield
+        except Exception as error:
+            failure = error
+        if not self.everywhere(failure is None):
+            raise failure or StateError(f"another process could not {what} (see its message), so none goes on")
+
+    def differing(self, settings: Mapping[str, Any]) -> list[str]:
+        """The names of settings that are not the same in all processes."""
+        own = np.array([[*hashlib.sha256(repr(value).encode()).digest()] for value in settings.values()], np.float64)
+        differ = self.sum((own != self.first(own)).any(axis=1).astype(np.float64))
+        return [name for name, count in zip(settings, differ, strict=True) if count]
+
     def of(self, make: Callable[[], Any], count: int) -> dict[str, Tensor]:
         """This share's elements of the per-example gradients that `make` gives, (count, size) by name.
 
         No gradient of the model is touched, and no process goes on if one could not make its own.
         """
         before = {name: parameter.grad for name, parameter in self._parameters.items()}
-        failure: Exception | None = None
         found: dict[str, Tensor] = {}
-        try:
-            found = self.slices(make())
+        with self.together("make the public gradients"):
+            try:
+                for parameter in self._parameters.values():
+                    parameter.grad = None  # a backward pass would add to it in place
+                found = self.slices(make())
+            finally:
+                for name, parameter in self._parameters.items():
+                    parameter.grad = before[name]
             counts = {len(part) for part in found.values()}
             if counts != {count}:
                 raise ProjectorError(
                     f"per_example gave the gradients of {' and '.join(map(str, sorted(counts)))} examples for {count}"
                 )
-        except Exception as error:
-            failure = error
-        finally:
-            for name, parameter in self._parameters.items():
-                parameter.grad = before[name]
-        fine = self.everywhere(failure is None)
-        if failure is not None:
-            raise failure
-        if not fine:
-            raise StateError("another process could not make the public gradients (see its message)")
         return found
 
     def slices(self, per_example: Any) -> dict[str, Tensor]:
@@ -126,7 +140,7 @@ class Share:
             if self._alone or is_split(parameter):
                 own.copy_(part)
                 continue
-            whole = parameter.grad
+            whole: Any = parameter.grad
             whole.zero_()
             own.copy_(part)
             dist.all_reduce(whole, group=self._gradients._group)
@@ -143,6 +157,6 @@ class Share:
     def _together(self, array: Array, exchange: Callable[..., Any]) -> Array:
         if self._alone:
             return array
-        shared = torch.from_numpy(np.ascontiguousarray(array)).to(self._gradients._device)
+        shared = torch.from_numpy(np.array(array, order="C")).to(self._gradients._device)  # it is exchanged in place
         exchange(shared, group=self._gradients._group)
         return shared.cpu().numpy()

@@ -24,6 +24,7 @@ import hashlib
 import json
 import math
 import zlib
+from collections.abc import Callable
 from dataclasses import asdict, fields
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
@@ -50,7 +51,7 @@ if TYPE_CHECKING:
 FORMAT = "mmfact-artifact"
 SCHEMA_VERSION = 2  # 1 knew the dense strategy only; such files are read for ever
 
-_LARGEST_SPEC = 1 << 20  # bytes
+LARGEST_SPEC = 1 << 20  # bytes
 _LARGEST_DATASET = 8 * LARGEST_ARRAY  # bytes; the dense strategy's packed triangle needs a quarter of it
 # A buffered strategy has three such arrays and a few of n numbers; HDF5's own structures fit into the rest.
 LARGEST_FILE = 4 * _LARGEST_DATASET
@@ -157,8 +158,13 @@ def _describe(artifact: Artifact) -> tuple[bytes, dict[str, npt.NDArray[Any]]]:
             for name, array in sorted(arrays.items())
         },
     }
+    return spec_text(spec), dict(sorted(arrays.items()))
+
+
+def spec_text(spec: dict[str, Any]) -> bytes:
+    """The bytes of a spec: equal specs give equal ones."""
     text = json.dumps(spec, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
-    return text.encode(), dict(sorted(arrays.items()))
+    return text.encode()
 
 
 def _read(data: bytes, path: Path) -> tuple[bytes, dict[str, npt.NDArray[Any]]]:
@@ -228,18 +234,14 @@ def _chunks(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def _dataset(file: h5py.File, name: str, shape: tuple[int, ...] | None, path: Path) -> npt.NDArray[Any]:
     """Read one dataset of that shape (the spec: any number of bytes up to its limit), after checking its form."""
-    if not isinstance(file.get(name, getlink=True), h5py.HardLink):
-        raise _corrupt(path, f"{name!r} is a link to somewhere else")
-    dataset = file[name]
-    if not isinstance(dataset, h5py.Dataset) or len(dataset.attrs):
-        raise _corrupt(path, f"{name!r} is not a plain dataset")
+    dataset = plain_dataset(file, name, path, _corrupt)
     plist = dataset.id.get_create_plist()
     filters = {plist.get_filter(i)[0] for i in range(plist.get_nfilters())}
     repeated = len(filters) != plist.get_nfilters()
     if repeated or filters - _FILTERS or plist.get_layout() != h5py.h5d.CHUNKED:
         raise _corrupt(path, f"{name!r} uses filters or a layout that artifacts do not use")
     allowed = ("|u1",) if shape is None else ("<f8", "<f4") if name.startswith("strategy.") else ("<f8",)
-    fits = dataset.shape == shape or (shape is None and dataset.ndim == 1 and 1 <= dataset.size <= _LARGEST_SPEC)
+    fits = dataset.shape == shape or (shape is None and dataset.ndim == 1 and 1 <= dataset.size <= LARGEST_SPEC)
     if not fits or dataset.dtype.str not in allowed or math.prod(dataset.chunks) > max(_CHUNK, *dataset.shape[1:], 1):
         raise _corrupt(
             path, f"{name!r} has shape {dataset.shape} and dtype {dataset.dtype}, which does not fit its spec"
@@ -250,6 +252,16 @@ def _dataset(file: h5py.File, name: str, shape: tuple[int, ...] | None, path: Pa
     if h5py.h5z.FILTER_DEFLATE in filters:
         _check_chunks(dataset, h5py.h5z.FILTER_FLETCHER32 in filters, path)
     return dataset[...]
+
+
+def plain_dataset(file: h5py.File, name: str, path: Path, corrupt: Callable[[Path, str], Exception]) -> h5py.Dataset:
+    """The dataset of that name, if it is one, stands in this file and has no attributes."""
+    if not isinstance(file.get(name, getlink=True), h5py.HardLink):
+        raise corrupt(path, f"{name!r} is a link to somewhere else")
+    dataset = file[name]
+    if not isinstance(dataset, h5py.Dataset) or len(dataset.attrs):
+        raise corrupt(path, f"{name!r} is not a plain dataset")
+    return dataset
 
 
 def _check_chunks(dataset: h5py.Dataset, checksum: bool, path: Path) -> None:
@@ -266,18 +278,25 @@ def _check_chunks(dataset: h5py.Dataset, checksum: bool, path: Path) -> None:
 
 
 def _parse(spec_bytes: bytes, path: Path) -> dict[str, Any]:
+    return parse_spec(spec_bytes, path, FORMAT, SCHEMA_VERSION, _corrupt)
+
+
+def parse_spec(
+    spec_bytes: bytes, path: Path, kind: str, newest: int, corrupt: Callable[[Path, str], Exception]
+) -> dict[str, Any]:
+    """The spec of a file of that format, in a version that can be read; nothing else in it is believed yet."""
     try:
         spec = json.loads(spec_bytes, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
-        raise _corrupt(path, f"its spec is not JSON ({error})") from error
-    if not isinstance(spec, dict) or spec.get("format") != FORMAT:
-        raise _corrupt(path, "its spec is not that of an mmfact artifact")
+        raise corrupt(path, f"its spec is not JSON ({error})") from error
+    if not isinstance(spec, dict) or spec.get("format") != kind:
+        raise corrupt(path, f"its spec is not that of an {kind.replace('-', ' ')}")
     found = spec.get("schema_version")
     if not isinstance(found, int) or isinstance(found, bool) or found < 1:
-        raise _corrupt(path, f"its schema version is {found!r}")
-    if found > SCHEMA_VERSION:
+        raise corrupt(path, f"its schema version is {found!r}")
+    if found > newest:
         raise ArtifactVersionError(
-            f"{path} has schema version {found}; this mmfact reads up to {SCHEMA_VERSION}. Upgrade mmfact to read it"
+            f"{path} has schema version {found}; this mmfact reads up to {newest}. Upgrade mmfact to read it"
         )
     return spec
 

@@ -7,6 +7,7 @@ import errno
 import os
 import shutil
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
 from mmfact.factorize.errors import StoreError
@@ -30,15 +31,21 @@ def publish(path: Path, data: bytes) -> bool:
     StoreError
         No space, no permission, or another failure of the file system. Nothing is left behind.
     """
+    return publish_pieces(path, [data], len(data))
+
+
+def publish_pieces(path: Path, pieces: Iterable[bytes | memoryview], size: int) -> bool:
+    """`publish` for what need not be in memory at once: `size` bytes in all, written piece by piece."""
     directory = path.parent
     temporary = None
     try:
         free = shutil.disk_usage(directory).free
-        if free < len(data):
-            raise OSError(errno.ENOSPC, f"{len(data)} bytes are needed and {free} are free")
+        if free < size:
+            raise OSError(errno.ENOSPC, f"{size} bytes are needed and {free} are free")
         handle, temporary = tempfile.mkstemp(dir=directory, prefix=TEMPORARY_PREFIX)
         with os.fdopen(handle, "wb") as file:
-            file.write(data)
+            for piece in pieces:
+                file.write(piece)
             file.flush()
             os.fchmod(file.fileno(), 0o444)
             os.fsync(file.fileno())

@@ -18,7 +18,7 @@ BLOCKS = FENCE.findall(README)
 SHELL = [text for language, text in BLOCKS if language == "sh"]
 NUMBER = r"\d+(?:\.\d+)?"
 PYTHON = [text for language, text in BLOCKS if language == "python"]
-PAGES = ("training", "opacus", "jax", "privacy")
+PAGES = ("training", "opacus", "jax", "privacy", "projection")
 
 
 def run(command, folder):
