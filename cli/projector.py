@@ -34,7 +34,7 @@ def inspect_command(path: str | None, store: str, as_json: bool) -> None:
     """
     from mmfact.cli import render_projector
     from mmfact.factorize.errors import ArtifactNotFound
-    from mmfact.store.projectors import ProjectorCache, read_projector
+    from mmfact.store.projectors import ProjectorCache, summarize_projector
 
     place = Path(store) / "projectors" if path is None else Path(path)
     if path is None or os.path.isdir(path):
@@ -49,7 +49,7 @@ def inspect_command(path: str | None, store: str, as_json: bool) -> None:
         return
     if not os.path.exists(path):
         raise ArtifactNotFound(f"no projector cache and no projector at {path!r}; give a cache's directory or a file")
-    projector = read_projector(place)
+    projector = summarize_projector(place)
     if as_json:
         _print_json(render_projector.as_dict(projector))
     else:

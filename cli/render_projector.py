@@ -106,7 +106,11 @@ def _whose(scope: str) -> str:
 
 
 def _time(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")
+    """A file may claim any time; before year 1 and after 9999 there is no date for it."""
+    try:
+        return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")
+    except (ValueError, OverflowError, OSError):
+        return "-"
 
 
 def _plain(value: Any) -> str:

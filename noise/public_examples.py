@@ -13,16 +13,16 @@ from mmfact.factorize.errors import ProjectorError
 
 
 def examples(what: str, given: Any) -> tuple[Tensor, ...]:
-    """Tensors with a row for each example, as many in each: ``(features, targets)``, or features alone."""
+    """Copies of tensors with a row for each example, as many in each: ``(features, targets)``, or features alone."""
     tensors = tuple(given) if isinstance(given, list | tuple) else (given,)
-    if not tensors or not all(isinstance(tensor, Tensor) and tensor.ndim > 0 for tensor in tensors):
+    if not tensors or not all(_is_plain(tensor) and tensor.ndim > 0 for tensor in tensors):
         raise ProjectorError(f"the {what} must be a tensor, or several as (features, targets), a row for each example")
     counts = sorted({len(tensor) for tensor in tensors})
     if len(counts) != 1 or counts[0] == 0:
         raise ProjectorError(
             f"the {what} have {' and '.join(map(str, counts))} rows; as many are needed in each tensor"
         )
-    return tensors
+    return tuple(tensor.detach().clone() for tensor in tensors)  # what becomes of the caller's must not matter
 
 
 def digest(tensors: Sequence[Tensor]) -> str:
@@ -55,7 +55,7 @@ def check_disjoint(what: str, some: Tensor, others_are: str, others: Any) -> Non
                 f"{others_are} {row} is {other.dtype} of shape {tuple(other.shape)}, the {what} {some.dtype} of shape "
                 f"{tuple(some.shape[1:])}; they can be compared only in the same form, before any augmentation"
             )
-        found = known.get(hashlib.sha256(_bytes(other)).digest())
+        found = known.get(_row_digest(other))
         if found is not None:
             raise ProjectorError(
                 f"{what} {found} is also {others_are} {row}: what the projector tells about it would have no noise; "
@@ -64,7 +64,15 @@ def check_disjoint(what: str, some: Tensor, others_are: str, others: Any) -> Non
 
 
 def _digests(tensor: Tensor) -> Iterator[bytes]:
-    return (hashlib.sha256(_bytes(row)).digest() for row in tensor)
+    return map(_row_digest, tensor)
+
+
+def _row_digest(row: Tensor) -> bytes:
+    return hashlib.sha256(_bytes(row + 0.0 if row.is_floating_point() else row)).digest()  # -0.0 is 0.0
+
+
+def _is_plain(tensor: Any) -> bool:
+    return isinstance(tensor, Tensor) and tensor.layout == torch.strided and not (tensor.is_meta or tensor.is_conj())
 
 
 def _bytes(tensor: Tensor) -> Any:

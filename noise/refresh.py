@@ -52,6 +52,8 @@ class Refresh:
     noisy_explained : float or None
         Part of the private mean gradient's energy in the subspace, estimated from the noisy one. None where the noise
         hides it (the estimated energy is below four standard deviations of the noise's).
+
+    Figures of gradients in the subspace are None for directions that are not orthonormal ("random-plain").
     """
 
     step: int
@@ -83,7 +85,7 @@ def observe(
     seen: dict[str, float] = {}
     if previous is not None and projector.kind == "eigen":
         seen["distance_to_previous"] = subspace_distance(projector, previous, shards)
-    if held_out is not None:
+    if held_out is not None and projector.kind != "random-plain":
         with suppress(ProjectorError):  # gradients that are not finite, or fewer than k independent ones: no figure
             seen["held_out_explained"] = explained_energy(projector, held_out, shards)
             seen["held_out_error"] = reconstruction_error(projector, held_out, shards)
@@ -109,6 +111,6 @@ def noisy_explained(coefficients: Array, squared_norm: float, elements: float, d
     """
     variance = deviation**2
     signal = squared_norm - elements * variance
-    if not signal > _CERTAIN * variance * math.sqrt(2 * elements):
+    if not (math.isfinite(signal) and signal > _CERTAIN * variance * math.sqrt(2 * elements)):
         return None
     return float((np.square(coefficients).sum() - len(coefficients) * variance) / signal)

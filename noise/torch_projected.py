@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -84,8 +84,8 @@ class ProjectedNoise:
     cache : ProjectorCache, optional
         Keeps projectors over restarts.
     tag : str, optional
-        A name for the parameters at each step, for entries that other runs may use as well: of a start that is public,
-        with ``refresh=None``. Where parameters come out of private training, an entry composes with that run's privacy.
+        Under this name entries serve all runs that have the very same parameters, public examples and settings, and
+        not the run that made them only.
 
     Attributes
     ----------
@@ -144,11 +144,21 @@ class ProjectedNoise:
             self._k = checks.whole("k", k, 1)
             self._every = None if refresh is None else checks.whole("refresh", refresh, 1)
             self._start = checks.whole("start_step", start_step, 0)
+            if self._start >= gradients.horizon:
+                raise ProjectorError(
+                    f"start_step = {start_step} is past the last of the {gradients.horizon} steps, so nothing would "
+                    "ever be projected"
+                )
             self._tag = None if tag is None else checks.text("tag", tag)
             if kind == "eigen":
                 if per_example is None or public is None:
                     raise ProjectorError("per_example and public examples are needed for kind 'eigen'")
                 self._public = examples("public examples", public)
+                if self._k > len(self._public[0]):
+                    raise ProjectorError(
+                        f"k = {k} is above the number of public examples, {len(self._public[0])}: give a smaller k or "
+                        "more examples"
+                    )
             if held_out is not None:
                 if per_example is None:
                     raise ProjectorError("held-out examples need per_example, which gives their gradients")
@@ -193,7 +203,8 @@ class ProjectedNoise:
     def step(self, *, ids: Sequence[Any] | None = None) -> None:
         """End a step: p.grad = V V'(sum of clipped gradients + noise) / batch_size.
 
-        A projector that is due is made first: if that fails, no noise is used up.
+        A projector that is due is made first: if that fails, no noise is used up, and the step's contributions are
+        thrown away, as by any step that is refused.
 
         Raises
         ------
@@ -203,17 +214,21 @@ class ProjectedNoise:
             As for `GradientNoise.step`.
         """
         number = self.step_number
-        made = self._refresh(number) if self._is_due(number) else None
+        try:
+            made = self._refresh(number) if self._is_due(number) else None
+        except BaseException:
+            self._gradients._taken()  # whoever gives them again must not count twice
+            raise
         self._gradients.step(ids=ids)
         if made is not None:
             self._held = made[0]
         if self._held is None:
             return
         projector, explained = self._held.projector, None
-        with torch.no_grad():
+        with self._share.exactly():
             mean = self._share.gradient()
             coefficients = projector.coefficients(mean, self._share)
-            if made is not None:
+            if made is not None and self._kind != "random-plain":
                 explained = self._noisy_explained(number, mean, coefficients)
             self._share.replace_gradient(projector.combine(coefficients, mean))
         if made is not None:
@@ -273,7 +288,7 @@ class ProjectedNoise:
         With several processes each has its own.
         """
         held, inside = self._held, None
-        if held is not None and self._kind == "eigen" and not held.stored:
+        if held is not None and self._kind == "eigen" and not self._is_kept(held):
             values = {name: torch.from_numpy(array) for name, array in _values(held.projector).items()}
             inside = {"basis": dict(held.projector.basis), "values": values, "rank": held.projector.rank}
         return {
@@ -345,6 +360,10 @@ class ProjectedNoise:
     def __reduce__(self) -> NoReturn:
         raise StateError("it is never pickled or copied, or two would issue the same rows; use state_dict()")
 
+    def _is_kept(self, held: _Held) -> bool:
+        """Whether the cache still has a projector; if so, it counts as used."""
+        return held.stored and self._cache is not None and self._cache.use(self._key(held.step, held.parameters))
+
     def _is_due(self, number: int) -> bool:
         if not self._start <= number < self.horizon:
             return False
@@ -356,44 +375,47 @@ class ProjectedNoise:
         """The projector of step `number`: from the cache, or new. Nothing is changed yet: the step may be refused."""
         parameters, stored, source, held_out = "", False, "drawn", None
         if self._kind == "eigen":
-            parameters = "" if self._tag is not None or self._cache is None else self._digest_parameters()
+            parameters = "" if self._cache is None else self._digest_parameters()
             cached = self._cached(number, parameters)
             if cached is not None:
                 projector, stored, source = cached, True, "cache"
             else:
                 gradients, source = self._gradients_of(self._public), "computed"
-                projector = top_eigenspace(gradients, self._k, storage=self._storage, shards=self._share)
+                with self._share.exactly():
+                    projector = top_eigenspace(gradients, self._k, storage=self._storage, shards=self._share)
                 del gradients
         else:
             projector = self._drawn(number)
         if self._held_out is not None:
             held_out = self._gradients_of(self._held_out)
-        seen = observe(projector, number, source, previous=self.projector, held_out=held_out, shards=self._share)
+        with self._share.exactly():
+            seen = observe(projector, number, source, previous=self.projector, held_out=held_out, shards=self._share)
         return _Held(projector, number, parameters, stored), seen
 
     def _keep(self, seen: Refresh) -> None:
         """Record a refresh, and the projector in the cache."""
         self.refreshes.append(seen)
-        held = self._held
-        if self._cache is None or self._kind != "eigen" or held is None or held.stored:
-            return
-        basis = [held.projector.basis[name].cpu().numpy() for name in self._share.names]
-        record = {**seen.record(), "run": self._gradients.run.hex()}
-        try:
-            self._cache.put(self._key(held.step, held.parameters), basis, _values(held.projector), record)
-            self._held = replace(held, stored=True)
-        except ArtifactError as error:
-            self._warn("put", f"the projector stays in memory only, and in checkpoints: {error}")
+        held, problem = self._held, None
+        if self._cache is not None and self._kind == "eigen" and held is not None and not held.stored:
+            basis = [held.projector.basis[name].cpu().numpy() for name in self._share.names]
+            record = {**seen.record(), "run": self._gradients.run.hex()}
+            try:
+                self._cache.put(self._key(held.step, held.parameters), basis, _values(held.projector), record)
+                self._held = replace(held, stored=True)
+            except (ArtifactError, ProjectorError) as error:
+                problem = f"the projector stays in memory only, and in checkpoints: {error}"
+        self._warn("put", problem)
 
     def _cached(self, number: int, parameters: str) -> Projector | None:
         """From the cache, if every process finds its part there."""
-        found = None
+        found, problem = None, None
         if self._cache is not None:
             try:
                 stored = self._cache.get(self._key(number, parameters))
                 found = None if stored is None else self._read(stored)
             except (ArtifactError, StateError) as error:
-                self._warn("get", f"a new projector is made: {error}")
+                problem = f"a new projector is made: {error}"
+        self._warn("get", problem)
         return found if self._share.everywhere(found is not None) else None
 
     def _restored(self, number: int, parameters: str, recompute: bool) -> _Held | None:
@@ -465,6 +487,11 @@ class ProjectedNoise:
         known = (("public example", self._public), ("held-out example", self._held_out or ()))
         if self._public and self._held_out:
             check_disjoint("held-out example", self._held_out[0], "public example", self._public[0])
+        if isinstance(private, Iterator):
+            raise ProjectorError(
+                f"private must be a tensor or a sequence of tensors, a row for each example, not a "
+                f"{type(private).__name__}: it is looked through more than once"
+            )
         for what, some in known if private is not None else ():
             if some:
                 check_disjoint(what, some[0], "private example", private)
@@ -482,6 +509,7 @@ class ProjectedNoise:
         return noisy_explained(coefficients, float(self._share.sum(squares)[0]), self._share.elements, deviation)
 
     def _digest_parameters(self) -> str:
+        """Of all parameters, frozen ones too. Not of buffers, which may hold what private data left without noise."""
         made = hashlib.sha256()
         for name, part in self._share.parameters().items():
             made.update(name.encode() + b"\0" + digest([part]).encode())
@@ -490,10 +518,12 @@ class ProjectedNoise:
     def _key(self, number: int, parameters: str) -> ProjectorKey:
         from mmfact.store.projectors import ProjectorKey
 
-        gradients = self._gradients
-        tag = None if self._tag is None else "tag-" + hashlib.sha256(self._tag.encode()).hexdigest()[:32]
+        scope = self._gradients.run.hex()
+        if self._tag is not None:  # side by side with what other settings and parameters have made
+            described = [self._tag, self._kind, self._k, self._storage, self._public_digest, parameters]
+            scope = "tag-" + hashlib.sha256(repr(described).encode()).hexdigest()[:32]
         return ProjectorKey(
-            scope=tag or gradients.run.hex(),
+            scope=scope,
             step=number,
             part=self._share.part,
             kind=self._kind,
@@ -520,11 +550,12 @@ class ProjectedNoise:
             "elements": self._share.elements,
         }
 
-    def _warn(self, kind: str, message: str) -> None:
-        """Once for each kind in a run: training goes on."""
-        if kind not in self._warned:
-            self._warned.add(kind)
-            warnings.warn(message, RuntimeWarning, stacklevel=4)
+    def _warn(self, kind: str, problem: str | None) -> None:
+        """Once for each kind in a run: training goes on, or, where warnings are errors, stops in all processes."""
+        with self._share.together("go on after a warning"):
+            if problem is not None and kind not in self._warned:
+                self._warned.add(kind)
+                warnings.warn(problem, RuntimeWarning, stacklevel=4)
 
 
 def _values(projector: Projector) -> dict[str, Array]:

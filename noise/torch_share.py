@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from mmfact.factorize.errors import ProjectorError, StateError
 from mmfact.noise.projector import Array
@@ -115,7 +115,7 @@ class Share:
                     f"the public gradients of {name!r} have shape {tuple(part.shape)}; needed is one of shape "
                     f"{tuple(shape)} for each example"
                 )
-            flat = part.detach().reshape(len(part), shape.numel())
+            flat = part.detach().to(parameter.device).reshape(len(part), shape.numel())
             found[name] = flat if is_split(parameter) else flat[:, shard.offset : shard.offset + shard.size]
         return found
 
@@ -146,8 +146,18 @@ class Share:
             dist.all_reduce(whole, group=self._gradients._group)
 
     def parameters(self) -> dict[str, Tensor]:
-        """What this process holds of every parameter."""
-        return {name: local(self._parameters[name].detach(), self._parameters[name]) for name in self.names}
+        """What this process holds of every parameter of the model, of those without gradients too."""
+        model = self._gradients._model
+        pairs = model.named_parameters() if isinstance(model, nn.Module) else model
+        return {
+            name: local(parameter.detach(), parameter) for name, parameter in sorted(pairs, key=lambda pair: pair[0])
+        }
+
+    @contextmanager
+    def exactly(self) -> Iterator[None]:
+        """Arithmetic as it is written, whatever the caller's autocast says, and without gradients."""
+        with torch.no_grad(), torch.autocast(self._gradients._device.type, enabled=False):
+            yield
 
     def _own(self, name: str) -> Tensor:
         parameter, shard = self._parameters[name], self.shards[name]

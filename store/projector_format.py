@@ -12,15 +12,17 @@ SHA-256.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import math
 import os
 import re
+import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import h5py
 import numpy as np
@@ -260,6 +262,36 @@ def summarize(path: Path) -> ProjectorSummary:
     return _open(path, None, vectors=False)[0]
 
 
+def is_of(path: Path, key: ProjectorKey) -> bool:
+    """Whether a file that `lay_out` made says in its first bytes, where the spec stands, that it is of this key.
+
+    That takes no digest of the vectors, without which the HDF5 library is not to see the file: the bytes are compared.
+    No other part of a spec holds them, since JSON escapes the quotes in a text.
+
+    Raises
+    ------
+    ArtifactCorrupt
+        It is no regular file.
+    OSError
+        It is not there, or the disk fails.
+    """
+    with _opened(path) as file:
+        return b'"key":' + spec_text(asdict(key)) in file.read(2 * LARGEST_SPEC)
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[BinaryIO]:
+    """A regular file: opening a pipe would wait for its writer, and a device may have no end."""
+    with open(path, "rb", opener=_without_waiting) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise _corrupt(path, "it is no regular file")
+        yield file
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))  # Windows has no such flag
+
+
 def _open(path: Path, expected: ProjectorKey | None, *, vectors: bool) -> tuple[ProjectorSummary, Array]:
     """A file's content, its digest checked against its name before the HDF5 library sees it; no vectors if so asked.
 
@@ -268,7 +300,7 @@ def _open(path: Path, expected: ProjectorKey | None, *, vectors: bool) -> tuple[
     named = NAME.fullmatch(path.name)
     if named is None:
         raise _corrupt(path, "it is not named <scope>_<step>_<part>_<file digest>.h5, so its content cannot be checked")
-    with path.open("rb") as file:
+    with _opened(path) as file:
         status = os.fstat(file.fileno())
         digest = hashlib.file_digest(file, "sha256").hexdigest()
         if digest != named["digest"]:
@@ -289,7 +321,7 @@ def _open(path: Path, expected: ProjectorKey | None, *, vectors: bool) -> tuple[
                     if vectors or name != "basis":
                         arrays[name] = _load(dataset, entry, path)
         except (OSError, RuntimeError, KeyError, ValueError, TypeError, AttributeError, ProjectorError) as error:
-            raise _corrupt(path, f"it cannot be read as a projector ({error})") from error
+            raise _corrupt(path, f"it cannot be read as a projector ({error!r:.200})") from error
     basis = arrays.pop("basis")
     values = {name.removeprefix("values."): array for name, array in arrays.items()}
     return ProjectorSummary(key, values, record, path, status.st_size, status.st_mtime), basis
@@ -305,6 +337,8 @@ def _describe(file: h5py.File, path: Path) -> tuple[ProjectorKey, dict[str, Any]
     length = plain_dataset(file, "spec", path, _corrupt).size or 0
     text = _dataset(file, "spec", (min(length, LARGEST_SPEC),), "|u1", LARGEST_SPEC, path)[...].tobytes()
     spec = parse_spec(text, path, FORMAT, SCHEMA_VERSION, _corrupt)
+    if set(spec["key"]) != {field.name for field in fields(ProjectorKey)}:
+        raise _corrupt(path, "its key has other fields than a projector's")
     key, record, described = ProjectorKey(**spec["key"]), spec["record"], spec["datasets"]
     _check_record(record)
     if names != {"spec", *described} or not all(name == "basis" or _VALUES.fullmatch(name) for name in described):
@@ -325,7 +359,8 @@ def _dataset(file: h5py.File, name: str, shape: tuple[int, ...], dtype: str, lim
     if form.get_layout() != h5py.h5d.CONTIGUOUS or form.get_nfilters() or form.get_external_count():
         raise _corrupt(path, f"{name!r} has a layout that projectors do not have")
     if dataset.shape != shape or dataset.dtype.str != dtype:
-        raise _corrupt(path, f"{name!r} has shape {dataset.shape} and dtype {dataset.dtype}, which its spec denies")
+        found = f"shape {dataset.shape} and dtype {str(dataset.dtype)!r:.80}"
+        raise _corrupt(path, f"{name!r} has {found}, which its spec denies")
     size = math.prod(shape) * dataset.dtype.itemsize
     if size > limit or dataset.id.get_storage_size() != size:
         raise _corrupt(path, f"{name!r} takes {size} bytes, which its file does not have")
@@ -348,8 +383,8 @@ def _stale(path: Path, found: ProjectorKey, expected: ProjectorKey) -> Projector
         if getattr(found, field.name) != getattr(expected, field.name)
     ]
     return ProjectorStale(
-        f"{path} depends on something else: {'; '.join(differences)}. It was not used; go on as it was made, or remove "
-        "the file, and the projector is computed again"
+        f"{path} depends on something else: {'; '.join(differences)}. It was not used; it is replaced when a new one "
+        "is made; to go on from a checkpoint, give the cache it was made with, or recompute=True"
     )
 
 

@@ -12,10 +12,10 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from mmfact.factorize.errors import ArtifactError, ArtifactNotFound, StoreError
 from mmfact.store.projector_format import (
@@ -24,6 +24,7 @@ from mmfact.store.projector_format import (
     ProjectorKey,
     ProjectorSummary,
     StoredProjector,
+    is_of,
     lay_out,
     read,
     summarize,
@@ -37,7 +38,10 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 _LOCK = ".lock"
+_TEMPORARY_PREFIX = f"{TEMPORARY_PREFIX}projector-"  # artifacts may be in the writing beside
 _PATIENCE = 60.0  # seconds that a writer waits for another one; writing a gigabyte takes less
+
+_Found = TypeVar("_Found", bound=ProjectorSummary)
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,7 +90,7 @@ class ProjectorCache:
     Raises
     ------
     StoreError
-        The path is a file, or `max_bytes` no positive whole number.
+        The path is a file or no path at all, or `max_bytes` no positive whole number.
     """
 
     def __init__(self, path: str | Path | None = None, *, max_bytes: int = 1 << 30) -> None:
@@ -95,7 +99,12 @@ class ProjectorCache:
         self.max_bytes = max_bytes
         if not isinstance(max_bytes, int) or isinstance(max_bytes, bool) or max_bytes < 1:
             raise StoreError(f"max_bytes is {max_bytes!r:.40}; it must be a positive whole number of bytes")
-        if self.path.exists() and not self.path.is_dir():
+        self._gave_up = False  # waiting for another writer, and has not been one since
+        try:
+            occupied = self.path.exists() and not self.path.is_dir()
+        except OSError as error:
+            raise _unreadable(self.path, error) from error
+        if occupied:
             raise StoreError(f"the projector cache {self.path} is a file; a cache is a directory, choose another path")
 
     def put(
@@ -132,7 +141,7 @@ class ProjectorCache:
                 self._remove_leftovers()
                 if not _is_whole(path):
                     self._make_room(layout.size, key.address)
-                    publish_pieces(path, layout.pieces(), layout.size)
+                    publish_pieces(path, layout.pieces(), layout.size, _TEMPORARY_PREFIX)
                 _touch(path)
                 for file in self._files():
                     if file.address == key.address and file.path != path:
@@ -176,6 +185,29 @@ class ProjectorCache:
         if problem is not None:
             raise problem
         return None
+
+    def use(self, key: ProjectorKey) -> bool:
+        """Whether a projector of this very key is kept, which counts as a use; its vectors are not looked at.
+
+        Raises
+        ------
+        StoreError
+            The cache cannot be read from the disk.
+        """
+        for file in self._files():
+            if file.address != key.address:
+                continue
+            try:
+                if not is_of(file.path, key):
+                    continue
+            except (FileNotFoundError, ArtifactError):  # evicted meanwhile, or no file any more
+                continue
+            except OSError as error:
+                raise _unreadable(file.path, error) from error
+            with contextlib.suppress(OSError):  # a cache that may only be read
+                _touch(file.path)
+            return True
+        return False
 
     def entries(self) -> Iterator[ProjectorEntry]:
         """Every entry, by scope, step and part; a damaged one is listed with its error, never hidden."""
@@ -222,23 +254,27 @@ class ProjectorCache:
             os.close(handle)
 
     def _wait_for(self, handle: int) -> None:
-        end = time.monotonic() + _PATIENCE
+        """Get the lock. Who has waited in vain once only tries, until it is free: a training run puts at every step."""
+        end = time.monotonic() + (0 if self._gave_up else _PATIENCE)
         while True:
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self._gave_up = False
                 return
             except BlockingIOError as error:
-                if time.monotonic() > end:
+                if time.monotonic() >= end:
+                    self._gave_up = True
                     raise StoreError(
-                        f"another process has been writing into the projector cache {self.path} for {_PATIENCE:g} s; "
-                        "wait for it, end it, or choose another path"
+                        f"another process has been writing into the projector cache {self.path} for {_PATIENCE:g} s or "
+                        "longer; wait for it, end it, or choose another path"
                     ) from error
             time.sleep(0.005)
 
     def _remove_leftovers(self) -> None:
         """What writers that were killed have left: with the lock held, no other is at work."""
-        for path in self.path.glob(f"{TEMPORARY_PREFIX}*"):
-            path.unlink(missing_ok=True)
+        for path in self.path.glob(f"{_TEMPORARY_PREFIX}*"):
+            with contextlib.suppress(OSError):  # a directory of that name is nobody's leftover
+                path.unlink()
 
     def _make_room(self, size: int, address: str) -> None:
         """Evict until `size` more bytes fit: first what is to be replaced, then what was unused for longest."""
@@ -263,9 +299,17 @@ def read_projector(path: str | Path) -> StoredProjector:
     StoreError
         It cannot be read from the disk.
     """
-    path = Path(path)
+    return _from_disk(read, Path(path))
+
+
+def summarize_projector(path: str | Path) -> ProjectorSummary:
+    """`read_projector` without taking the vectors into memory; the file's digest, which is checked, covers them."""
+    return _from_disk(summarize, Path(path))
+
+
+def _from_disk(reader: Callable[[Path], _Found], path: Path) -> _Found:
     try:
-        return read(path)
+        return reader(path)
     except FileNotFoundError as error:
         raise ArtifactNotFound(f"no projector at {path}; `mmfact projector inspect` shows what is kept") from error
     except OSError as error:
@@ -273,7 +317,10 @@ def read_projector(path: str | Path) -> StoredProjector:
 
 
 def _is_whole(path: Path) -> bool:
-    """Whether this very file is there; a damaged one is removed, since it stands in the way."""
+    """Whether this very file is there; a damaged one is removed, since it stands in the way, and so is a link."""
+    if path.is_symlink():  # readers do not follow it
+        path.unlink()
+        return False
     try:
         summarize(path)
     except FileNotFoundError:

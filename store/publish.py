@@ -34,15 +34,18 @@ def publish(path: Path, data: bytes) -> bool:
     return publish_pieces(path, [data], len(data))
 
 
-def publish_pieces(path: Path, pieces: Iterable[bytes | memoryview], size: int) -> bool:
-    """`publish` for what need not be in memory at once: `size` bytes in all, written piece by piece."""
+def publish_pieces(path: Path, pieces: Iterable[bytes | memoryview], size: int, prefix: str = TEMPORARY_PREFIX) -> bool:
+    """`publish` for what need not be in memory at once: `size` bytes in all, written piece by piece.
+
+    `prefix` begins the temporary file's name.
+    """
     directory = path.parent
     temporary = None
     try:
         free = shutil.disk_usage(directory).free
         if free < size:
             raise OSError(errno.ENOSPC, f"{size} bytes are needed and {free} are free")
-        handle, temporary = tempfile.mkstemp(dir=directory, prefix=TEMPORARY_PREFIX)
+        handle, temporary = tempfile.mkstemp(dir=directory, prefix=prefix)
         with os.fdopen(handle, "wb") as file:
             for piece in pieces:
                 file.write(piece)

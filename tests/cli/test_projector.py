@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -167,6 +169,42 @@ def test_damaged_ones_are_listed_with_the_reason(mmfact, store, cache):
     assert re.fullmatch(r"mmfact: .*cannot be trusted.*\n", ran.err)
     ran = mmfact("projector", "inspect", path, "--json")
     assert ran.json["exit_code"] == 2
+
+
+@pytest.mark.parametrize("seconds", [300_000_000_000, -99_999_999_999])
+def test_times_without_a_date(mmfact, small_disk, seconds):
+    """Beyond year 9999 and before year 1, which a tmpfs keeps."""
+    cache = ProjectorCache(small_disk)
+    path = put(cache, key(step=3))
+    os.utime(path, (seconds, seconds))
+    assert path.stat().st_mtime == seconds
+    for target in (path, cache.path):
+        assert re.search(r" -$", mmfact("projector", "inspect", target).out, re.M)
+        assert '"last_used": "-"' in mmfact("projector", "inspect", target, "--json").out
+
+
+def test_inspect_takes_no_vectors_into_memory(mmfact, cache):
+    wanted = key(step=8, k=20, p=200_000)
+    path = put(cache, wanted)
+    tracemalloc.start()
+    try:
+        assert mmfact("projector", "inspect", path).code == 0
+        assert tracemalloc.get_traced_memory()[1] < 5e6  # of 16
+    finally:
+        tracemalloc.stop()
+
+
+def test_pipe_and_device(process, tmp_path):
+    """Refused at once, by a process of its own, which could be ended if it hung."""
+    pipe, link = (tmp_path / f"{RUN}_{step}_0-of-1_{'0' * 64}.h5" for step in (1, 2))
+    os.mkfifo(pipe)
+    link.symlink_to("/dev/zero")
+    for path in (pipe, link):
+        ran = process("projector", "inspect", path)
+        assert ran.code == 2
+        assert re.fullmatch(r"mmfact: .*it is no regular file.*\n", ran.err)
+    ran = process("projector", "inspect", tmp_path)
+    assert (ran.code, ran.out) == (0, f"no projectors in {tmp_path}\n")
 
 
 def test_nothing_there(mmfact, store, tmp_path):

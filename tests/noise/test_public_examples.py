@@ -28,9 +28,17 @@ def numbers(*shape: int, seed: int = 0, dtype: Any = None) -> Any:
 
 def test_features_alone_or_with_targets() -> None:
     features, targets = numbers(4, 3), torch.arange(4)
-    assert [id(one) for one in examples("public examples", features)] == [id(features)]
+    assert [one.tolist() for one in examples("public examples", features)] == [features.tolist()]
     for pair in ((features, targets), [features, targets]):
-        assert [id(one) for one in examples("public examples", pair)] == [id(features), id(targets)]
+        found = examples("public examples", pair)
+        assert [one.tolist() for one in found] == [features.tolist(), targets.tolist()]
+    features += 1  # the caller's buffer is used again
+    assert not torch.equal(found[0], features)
+
+
+def test_a_zero_is_a_zero_whatever_its_sign() -> None:
+    with pytest.raises(ProjectorError, match="public example 1 is also private example 0"):
+        check_disjoint("public example", torch.tensor([[1.0], [0.0]]), "private example", torch.tensor([[-0.0]]))
 
 
 @pytest.mark.parametrize(

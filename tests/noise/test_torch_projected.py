@@ -65,8 +65,8 @@ class Net(nn.Module):
         return self.second(torch.tanh(self.first(features))) * self.scale
 
 
-def net(dtype: Any = torch.float32) -> Any:
-    torch.manual_seed(5)
+def net(dtype: Any = torch.float32, seed: int = 5) -> Any:
+    torch.manual_seed(seed)
     return Net().to(dtype)
 
 
@@ -502,7 +502,8 @@ def test_per_example_may_call_backward(clear: bool) -> None:
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_per_example_leaves_gradients_as_they_were(fails: bool) -> None:
-    """Between two steps p.grad is the latest noisy mean, whatever per_example adds to it or clears."""
+    """Between two steps p.grad is the latest noisy mean, whatever per_example adds to it or clears; a step that is
+    refused leaves none."""
     model = net()
     run = Run(model=model, per_example=by_backward(model)).go(1)
     before = {name: (p.grad, p.grad.clone()) for name, p in model.named_parameters()}
@@ -523,8 +524,8 @@ def test_per_example_leaves_gradients_as_they_were(fails: bool) -> None:
         run.projected._refresh(1)
     assert seen == [None] * 5
     for name, p in model.named_parameters():
-        assert p.grad is before[name][0]
-        assert torch.equal(p.grad, before[name][1])
+        assert p.grad is (None if fails else before[name][0])
+        assert fails or torch.equal(p.grad, before[name][1])
 
 
 BAD = {
@@ -562,7 +563,7 @@ BAD = {
 
 @pytest.mark.parametrize("bad", BAD)
 def test_public_gradients_that_do_not_fit_cost_no_noise(bad: str) -> None:
-    """Nor the contributions: mended, the step is what it would have been."""
+    """Contributions are thrown away, so that they count once when given again; the rest is as it would have been."""
     change, error, words = BAD[bad]
     straight = Run().go(2)
     run = Run().go(1)
@@ -573,8 +574,7 @@ def test_public_gradients_that_do_not_fit_cost_no_noise(bad: str) -> None:
     assert run.projected.step_number == 1
     assert len(run.refreshes) == 1
     run.projected._per_example = run.per_example
-    run.projected.step()
-    run.optimizer.step()
+    run.step()
     assert equal(run, straight)
     assert run.refreshes == straight.refreshes
 
@@ -984,6 +984,10 @@ def test_runs_of_one_tag_share_an_entry(tmp_path: Path, solves: list[int], tag: 
         assert equal(resumed.go(5), Run(noise={"run": nonces[1]}, refresh=None).go(5))
         Run(noise={"run": bytes(16)}, cache=cache, tag="another", refresh=None).go(1)
         assert len(solves) == 4  # of the tag, twice without a cache, and of the other tag
+        Run(model=net(seed=6), noise={"run": bytes(16)}, cache=cache, tag=tag, refresh=None).go(1)
+        Run(noise={"run": bytes(16)}, cache=cache, tag=tag, refresh=None, k=K - 1).go(1)
+        assert len(solves) == 6  # other parameters, another k: entries of their own, side by side with the first
+        assert Run(cache=cache, tag=tag, refresh=None).go(1).refreshes[0].source == "cache"
         assert not any("pretrained" in path.name or RUN.hex() in path.name for path in tmp_path.iterdir())
 
 
@@ -1050,15 +1054,13 @@ def test_private_examples_that_are_others_are_fine() -> None:
 @pytest.mark.parametrize(
     ("k", "words"),
     [
-        (PUBLIC + 1, "k = 10 is above the number of public gradients, 9: give a smaller k or more examples"),
-        (36, "above the number of public gradients"),
+        (PUBLIC + 1, "k = 10 is above the number of public examples, 9: give a smaller k or more examples"),
+        (36, "above the number of public examples"),
     ],
 )
 def test_k_above_what_the_public_gradients_span(k: int, words: str) -> None:
-    run = Run(k=k)
     with pytest.raises(ProjectorError, match=words):
-        run.step()
-    assert run.projected.step_number == 0
+        Run(k=k)
     with pytest.raises(ProjectorError, match="from 1 to the number of elements, 35"):
         Run(k=36, kind="random").step()
 
@@ -1163,3 +1165,103 @@ def test_the_ledger_says_how_it_was_projected() -> None:
     assert {name: said[name] for name in expected} == expected
     assert said["refreshes"] == 2
     json.dumps(ledger)
+
+
+def test_a_refresh_that_is_interrupted_lets_no_example_count_twice() -> None:
+    """The breaker's: Ctrl-C while the public gradients are made, and then the same batch again."""
+    sums, run = [], Run(refresh=1).go(1)
+    add_noise = run.noise._add_noise
+    run.noise._add_noise = lambda given, ids: (
+        sums.append({n: part.clone() for n, part in given.items()}) or add_noise(given, ids)
+    )
+    given, run.projected._per_example = run.per_example, interrupted
+    with pytest.raises(KeyboardInterrupt):
+        run.step()
+    run.projected._per_example = given
+    run.step()
+    straight = PerExample(Run(refresh=1).go(1).model)(*private(1))
+    norms = torch.stack([part.reshape(len(part), -1).norm(dim=1) for part in straight.values()]).norm(dim=0)
+    for name, part in straight.items():
+        clipped = (part.reshape(len(part), -1) * (CLIP / norms).clamp(max=1)[:, None]).sum(0)
+        torch.testing.assert_close(sums[0][name].flatten(), clipped, rtol=1e-4, atol=1e-5)
+
+
+def interrupted(*rows: Any) -> Any:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_changes_nothing(dtype: torch.dtype) -> None:
+    straight = Run(refresh=2, held_out=held_out()).go(3)
+    run = Run(refresh=2, held_out=held_out())
+    for step in range(3):
+        run.projected.clip(PerExample(run.model)(*private(step)))
+        run.projected._per_example = lambda *rows: without_autocast(run, rows)
+        with torch.autocast("cpu", dtype):
+            run.projected.step()
+        run.optimizer.step()
+    assert equal(run, straight)
+    assert run.refreshes == straight.refreshes
+
+
+def without_autocast(run: Run, rows: Any) -> Any:
+    """The user's own gradients may be cast; here they are to be the same."""
+    with torch.autocast("cpu", enabled=False):
+        return run.per_example(*rows)
+
+
+def test_public_examples_are_copied() -> None:
+    features, targets = public()
+    run = Run(public=(features, targets)).go(1)
+    features.zero_()
+    assert equal(run.go(3), Run().go(3))
+
+
+def test_private_examples_that_can_be_seen_once_only_are_refused() -> None:
+    with pytest.raises(ProjectorError, match=r"not a generator: it is looked through more than once"):
+        Run(private=(row for row in private(0)[0]), held_out=held_out())
+
+
+def test_no_step_to_project_is_refused() -> None:
+    with pytest.raises(ProjectorError, match="start_step = 64 is past the last of the 64 steps"):
+        Run(start_step=64)
+
+
+def test_directions_that_are_not_orthonormal_have_no_figures() -> None:
+    seen = Run(kind="random-plain", held_out=held_out()).go(1).refreshes[0]
+    assert (seen.held_out_explained, seen.held_out_error, seen.noisy_explained) == (None, None, None)
+
+
+def test_frozen_parameters_belong_to_the_key_and_buffers_do_not(tmp_path: Path) -> None:
+    """A buffer may hold what private data left there without noise, and not even its digest may be stored."""
+    digests = []
+    for weight, mean in ((0.0, 0.0), (1.0, 0.0), (0.0, 1.0)):
+        model = net()
+        model.add_module("frozen", torch.nn.BatchNorm1d(3))
+        model.frozen.requires_grad_(False)
+        model.frozen.weight.data.fill_(weight)
+        model.frozen.running_mean.fill_(mean)
+        digests.append(Run(model=model, cache=ProjectorCache(tmp_path)).projected._digest_parameters())
+    assert digests[0] == digests[2] != digests[1]
+
+
+def test_a_projector_that_was_evicted_is_in_the_state(tmp_path: Path) -> None:
+    """The only copy is then in memory."""
+    cache = ProjectorCache(tmp_path)
+    run = Run(cache=cache, refresh=None).go(3)
+    assert run.state()["projected"]["projector"] is None
+    for path in tmp_path.glob("*.h5"):
+        path.unlink()
+    state = run.state()
+    assert state["projected"]["projector"] is not None
+    assert equal(Run(noise={}, cache=cache, refresh=None, state=state).go(6), Run(refresh=None).go(6))
+
+
+def test_a_record_that_the_cache_refuses_stops_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*given: Any) -> None:
+        raise ProjectorError("a record of nan")
+
+    monkeypatch.setattr(ProjectorCache, "put", refuse)
+    with pytest.warns(RuntimeWarning, match="stays in memory only"):
+        run = Run(cache=ProjectorCache(tmp_path)).go(2)
+    assert run.state()["projected"]["projector"] is not None

@@ -215,6 +215,7 @@ def test_other_dependency_is_refused_by_name(cache, field):
     with pytest.raises(ProjectorStale) as caught:
         ProjectorCache(cache.path).get(key(**{name: value for name, value in OTHER.items() if name != field}))
     assert re.findall(r"its (\w+) is", str(caught.value)) == list(OTHER)
+    assert str(caught.value).endswith("give the cache it was made with, or recompute=True")
 
 
 @pytest.mark.parametrize(
@@ -329,6 +330,8 @@ def test_path_that_is_a_file(tmp_path):
     (tmp_path / "file").write_text("mine")
     with pytest.raises(StoreError, match="is a file"):
         ProjectorCache(tmp_path / "file")
+    with pytest.raises(StoreError, match="too long"):
+        ProjectorCache("a" * 300)
     with pytest.raises(StoreError):
         put(ProjectorCache(tmp_path / "file" / "below"), key())
     with pytest.raises(StoreError):
@@ -415,6 +418,65 @@ def test_a_use_is_to_be_read(cache):
     cache.get(keys[0])
     put(cache, keys[3])
     assert [cache.get(wanted) is not None for wanted in keys] == [True, False, True, True]
+
+
+def test_use(cache):
+    """Of three that fill the cache, the one that is in use survives the next, though nobody has read it."""
+    keys = [key(step=step) for step in range(4)]
+    cache = ProjectorCache(cache.path, max_bytes=3 * size_of(keys[0]) + 100)
+    assert not cache.use(keys[0])
+    for wanted in keys[:3]:
+        put(cache, wanted)
+    assert cache.use(keys[0])
+    put(cache, keys[3])
+    assert [cache.use(wanted) for wanted in keys] == [True, False, True, True]
+
+
+@pytest.mark.parametrize("field", OTHER)
+def test_what_depends_on_something_else_is_not_in_use(cache, field):
+    """Both ways round; it is not touched either."""
+    asked = key(**{field: OTHER[field]})
+    for there, other in ((key(), asked), (asked, key())):
+        path = put(cache, there)
+        used = path.stat().st_mtime_ns
+        assert not cache.use(other)
+        assert path.stat().st_mtime_ns == used
+        assert cache.use(there)
+
+
+def test_a_record_cannot_pass_for_a_key(cache):
+    """Text in a record that spells the key's bytes is escaped there."""
+    text = '"key":' + json.dumps(dataclasses.asdict(key()), sort_keys=True, separators=(",", ":"))
+    there = key(k=4)
+    cache.put(there, [vectors(there)], {}, {text: text})
+    assert not cache.use(key())
+    assert cache.use(there)
+    assert text.encode() in put(cache, key()).read_bytes()
+
+
+def test_use_reads_no_vectors(cache, monkeypatch):
+    """It is asked at every step."""
+    put(cache, key())
+    monkeypatch.setattr(hashlib, "file_digest", lambda *arguments: pytest.fail("a digest was taken"))
+    assert cache.use(key())
+
+
+def test_use_of_what_is_no_plain_file(cache):
+    """A link is no entry, whatever it points to; the next put puts a file there."""
+    path = put(cache, key())
+    aside = cache.path.parent / path.name
+    path.rename(aside)
+    for target in (aside, aside.with_name("nothing"), Path("/dev/zero")):
+        path.symlink_to(target)
+        assert not cache.use(key())
+        assert cache.get(key()) is None
+        assert put(cache, key()) == path
+        assert not path.is_symlink()
+        assert cache.use(key())
+        path.unlink()
+    assert aside.exists()
+    os.mkfifo(path)
+    assert not cache.use(key())
 
 
 def test_uses_in_quick_succession_are_told_apart(tmp_path):
@@ -591,6 +653,28 @@ def test_other_files_are_left_alone(cache, store, factorization):
     assert len(entries_in(cache.path)) == 4
 
 
+@pytest.mark.parametrize("target", ["pipe", "/dev/zero", "folder"])
+def test_what_is_no_regular_file_is_refused_at_once(tmp_path, python, target):
+    """A pipe would wait for its writer and a device has no end: in a process of its own, ended if it hangs."""
+    path = tmp_path / f"{RUN}_40_0-of-1_{'0' * 64}.h5"
+    if target == "pipe":
+        os.mkfifo(path)
+    elif target == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to(target)
+    reading = "import sys; from mmfact.store.projectors import read_projector; read_projector(sys.argv[1])"
+    _, err = python(reading, path).communicate(timeout=20)
+    assert ("StoreError" if target == "folder" else "it is no regular file") in err
+
+
+def test_link_to_a_projector_is_read_by_its_path(cache, tmp_path):
+    """Only in the cache's directory it is no entry."""
+    path = put(cache, key())
+    (tmp_path / path.name).symlink_to(path)
+    assert read_projector(tmp_path / path.name).key == key()
+
+
 def forge(
     folder: Path,
     edit_spec: Callable[[dict[str, Any]], None] = lambda spec: None,
@@ -709,7 +793,26 @@ SUSPECT = {
     "key of nothing": (lambda spec: spec.update(key={}), NOTHING[1]),
     "key of no dictionary": (lambda spec: spec.update(key=[1]), NOTHING[1]),
     "key with more": (in_key(more=1), NOTHING[1]),
+    "key that steers a terminal": (in_key(**{"\x1b[31mevil\x1b]0;x\x07": 1}), NOTHING[1]),
+    "key with less": (lambda spec: spec["key"].pop("m"), NOTHING[1]),
     "bad key": (in_key(public="x"), NOTHING[1]),
+    "bad key that steers a terminal": (in_key(public="\x1b[2J" * 1000), NOTHING[1]),
+    "record that steers a terminal": (
+        lambda spec: spec["record"].update({"\x1b[31m": {"\x1b": "\x1b" * 1000}}),
+        NOTHING[1],
+    ),
+    "shape that steers a terminal": (
+        lambda spec: spec["datasets"]["basis"].update(dtype="\x1b[2J", shape="\x1b[2J"),
+        NOTHING[1],
+    ),
+    "fields that steer a terminal": (
+        NOTHING[0],
+        lambda file: replaced("basis", data=np.zeros((3, 20), [("\x1b[2J" * 999, "<f4")]))(file),
+    ),
+    "dataset that steers a terminal": (
+        lambda spec: spec["datasets"].update({"values.\x1b[2J": spec["datasets"].pop("values.eigenvalues")}),
+        lambda file: file.move("values.eigenvalues", "values.\x1b[2J"),
+    ),
     "another address": (in_key(step=41), NOTHING[1]),
     "record of no dictionary": (lambda spec: spec.update(record=[]), NOTHING[1]),
     "nested record": (lambda spec: spec.update(record={"x": {}}), NOTHING[1]),
@@ -727,8 +830,10 @@ def test_suspect_files_are_refused(tmp_path, what):
     path = forge(tmp_path, edit_spec, edit_file)
     tracemalloc.start()
     try:
-        with pytest.raises(ArtifactCorrupt, match="cannot be trusted"):
+        with pytest.raises(ArtifactCorrupt, match="cannot be trusted") as caught:
             read_projector(path)
+        assert str(caught.value).isprintable()  # and so steers no terminal
+        assert len(str(caught.value)) < len(str(path)) + 400
         assert tracemalloc.get_traced_memory()[1] < 5e6
     finally:
         tracemalloc.stop()
@@ -826,11 +931,27 @@ def test_entries_are_sorted_and_damage_is_shown(cache):
 
 def test_leftovers_of_writers_that_died_are_removed(cache):
     put(cache, key())
-    (cache.path / f"{publish.TEMPORARY_PREFIX}abc").write_bytes(bytes(10_000))
+    mine, other = (f"{publish.TEMPORARY_PREFIX}{name}" for name in ("projector-abc", "12345678"))
+    (cache.path / mine).write_bytes(bytes(10_000))
+    (cache.path / f"{mine}-folder").mkdir()
+    (cache.path / other).write_bytes(b"an artifact in the writing")
     assert cache.get(key()) is not None
     assert len(list(cache.entries())) == 1
     put(cache, key(step=41))
-    assert not [name for name in os.listdir(cache.path) if name.startswith(publish.TEMPORARY_PREFIX)]
+    left = sorted(name for name in os.listdir(cache.path) if name.startswith(publish.TEMPORARY_PREFIX))
+    assert left == [other, f"{mine}-folder"]
+
+
+def test_a_killed_writer_leaves_what_the_next_one_removes(cache, monkeypatch):
+    """The name it is written under is one of those."""
+    seen = []
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", lambda path: seen.append(Path(path)))  # that of its temporary file
+        put(cache, key())
+    (left,) = seen
+    assert left.exists()
+    put(cache, key(step=41))
+    assert not left.exists()
 
 
 STAGES = [(call, number) for call in ("mkstemp", "fdopen", "fchmod", "fsync", "link") for number in (1,)] + [
@@ -903,6 +1024,7 @@ def test_read_only_file_system(small_disk):
     try:
         assert cache.get(key()).basis.tobytes() == vectors(key()).tobytes()
         assert [entry.error for entry in cache.entries()] == [None]
+        assert cache.use(key())
         assert path.stat().st_mtime_ns == used
         with pytest.raises(StoreError, match="Read-only"):
             put(cache, key(step=1))
@@ -918,9 +1040,10 @@ def test_unreadable_is_no_damage(cache, monkeypatch):
     def fail(*arguments, **options):
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(Path, "open", fail)
-    with pytest.raises(StoreError, match="Input/output error"):
-        cache.get(key())
+    monkeypatch.setattr(os, "open", fail)
+    for ask in (cache.get, cache.use):
+        with pytest.raises(StoreError, match="Input/output error"):
+            ask(key())
     assert "Input/output error" in next(cache.entries()).error
     monkeypatch.setattr(os, "scandir", fail)
     with pytest.raises(StoreError, match="Input/output error"):
@@ -975,10 +1098,17 @@ def test_lock(cache, python, monkeypatch):
         patch.setattr(projectors, "_PATIENCE", 0.05)
         with pytest.raises(StoreError, match="another process"):
             put(cache, key())
+    begun = time.monotonic()
+    with pytest.raises(StoreError, match="another process"):  # who has given up once does not wait again
+        put(cache, key())
+    assert time.monotonic() - begun < 10
     threading.Timer(0.2, holder.kill).start()
     begun = time.monotonic()
-    put(cache, key())
+    put(ProjectorCache(cache.path), key())
     assert time.monotonic() - begun > 0.1
+    assert cache._gave_up
+    put(cache, key())
+    assert not cache._gave_up  # it has had the lock since, and would wait again
     holder.communicate()
     assert cache.get(key()) is not None
 
