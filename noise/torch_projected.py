@@ -174,6 +174,7 @@ class ProjectedNoise:
             )
         self._deviations = noise.artifact.strategy.row_deviations()
         self._held: _Held | None = None
+        self._lacks_state = gradients.step_number > self._start  # it may have had a projector before
         self._warned: set[str] = set()
         self.refreshes: list[Refresh] = []
 
@@ -346,6 +347,7 @@ class ProjectedNoise:
                     held = self._restored(refreshed, parameters, recompute)
         if refreshed is not None and self._kind != "eigen":
             held = _Held(self._drawn(refreshed), refreshed, parameters, stored=False)
+        self._lacks_state = False
         # One process without its part has all of them make a new one.
         self._held = held if self._share.everywhere(held is not None) else None
         self.refreshes = records
@@ -374,6 +376,8 @@ class ProjectedNoise:
     def _refresh(self, number: int) -> tuple[_Held, Refresh]:
         """The projector of step `number`: from the cache, or new. Nothing is changed yet: the step may be refused."""
         parameters, stored, source, held_out = "", False, "drawn", None
+        forgotten = f"at step {number} of a run a new projector is made: if there was one, call load_state_dict() first"
+        self._warn("state", forgotten if self._lacks_state else None)
         if self._kind == "eigen":
             parameters = "" if self._cache is None else self._digest_parameters()
             cached = self._cached(number, parameters)

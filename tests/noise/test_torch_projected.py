@@ -1210,6 +1210,17 @@ def without_autocast(run: Run, rows: Any) -> Any:
         return run.per_example(*rows)
 
 
+def test_a_state_that_was_forgotten_is_asked_for() -> None:
+    """With refresh=None the run would go on with another projector, without a word."""
+    state = Run(refresh=None).go(3).state()
+    model = net()
+    model.load_state_dict(state["model"])
+    noise = GradientNoise.restore(model, INDEPENDENT, state["noise"], batch_size=BATCH, key=KEY, resume="unpublished")
+    projected = ProjectedNoise(noise, PerExample(model), public(), K, refresh=None)
+    with pytest.warns(RuntimeWarning, match=r"at step 3 of a run a new projector is made.*load_state_dict\(\) first"):
+        projected.step()
+
+
 def test_public_examples_are_copied() -> None:
     features, targets = public()
     run = Run(public=(features, targets)).go(1)

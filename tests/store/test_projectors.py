@@ -839,6 +839,26 @@ def test_suspect_files_are_refused(tmp_path, what):
         tracemalloc.stop()
 
 
+def test_error_of_the_library_steers_no_terminal(cache, monkeypatch):
+    """HDF5 and NumPy may quote a file in what they raise."""
+    path = put(cache, key())
+
+    def fail(*arguments, **options):
+        raise OSError("\x1b[2J" * 999)
+
+    monkeypatch.setattr(h5py, "File", fail)
+    with pytest.raises(ArtifactCorrupt, match=r"\(OSError\('\\x1b\[2J") as caught:
+        read_projector(path)
+    assert str(caught.value).isprintable()
+    assert len(str(caught.value)) < len(str(path)) + 400
+
+
+@pytest.mark.parametrize("edit", [in_key(more=1), lambda spec: spec["key"].pop("m")], ids=["more", "less"])
+def test_key_with_other_fields(tmp_path, edit):
+    with pytest.raises(ArtifactCorrupt, match="its key has other fields than a projector's"):
+        read_projector(forge(tmp_path, edit))
+
+
 def test_sizes_beyond_the_file(tmp_path):
     """HDF5's own tables patched to claim 12 TB, and the spec to agree: refused, here or by a newer HDF5."""
     many = 1 << 40
