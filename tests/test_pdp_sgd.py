@@ -4,7 +4,6 @@ import gzip
 import importlib.util
 import itertools
 import json
-import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -779,18 +778,3 @@ def test_mnist_needs_a_folder(example, command, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         example.main()
     assert "name the folder of its images with --data" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_as_a_command_with_its_own_processes(tmp_path):
-    write(tmp_path, "train", 800, 1)
-    write(tmp_path, "t10k", TEST, 2)
-    command = [
-        sys.executable, str(SCRIPT), "--data", str(tmp_path), "--experiment", "large", "--examples", "500",
-        "--methods", "dp-sgd", "--seeds", "1", "--jobs", "1", "--out", "out.json",
-    ]  # fmt: skip
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
-    (run,) = json.loads((tmp_path / "out.json").read_text())["runs"]
-    assert run["steps"] == 60
-    assert f"| accuracy | {run['accuracy']:.1%} |" in done.stdout

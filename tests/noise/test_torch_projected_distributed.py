@@ -1,4 +1,4 @@
-"""Projected noise on 1, 2 and 4 processes (gloo): that of one process, to the rounding of float32, and all refuse
+"""Projected noise on 2 and 4 processes (gloo): that of one process, to the rounding of float32, and all refuse
 together. torch_projected_processes.py has what the processes do; test_torch_projected.py, that one process is right.
 
 Parameters are whole in every process (each projects a slice, which is uneven) or split by rows (FSDP2).
@@ -27,7 +27,7 @@ torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.slow
 
 HELPER = Path(__file__).with_name("torch_projected_processes.py")
-WORLDS = (1, 2, 4)
+WORLDS = (2, 4)
 
 worlds = pytest.mark.parametrize("world", WORLDS)
 several = pytest.mark.parametrize("world", [world for world in WORLDS if world > 1])

@@ -33,7 +33,7 @@ from mmfact.noise.torch_projected import ProjectedNoise
 from mmfact.store import projectors
 from mmfact.store.projectors import ProjectorCache
 
-WORLDS = (4, 2, 1)
+WORLDS = (4, 2)
 STEPS, EXAMPLES, PUBLIC, K = 6, 10, 9, 4
 RUN = bytes(range(16))
 

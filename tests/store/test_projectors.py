@@ -121,7 +121,7 @@ def test_round_trip_bit_for_bit(cache, storage, cuts, order):
     assert entries_in(cache.path) == [name]
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(
     k=st.integers(1, 9),
     widths=st.lists(st.integers(0, 400), min_size=1, max_size=5).filter(any),
@@ -361,7 +361,7 @@ def size_of(wanted: ProjectorKey) -> int:
 CHOICES = [key(step=step, p=p) for step in range(6) for p in (20, 300, 900)]
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(
     st.lists(st.tuples(st.sampled_from(["put", "put", "get"]), st.sampled_from(CHOICES)), min_size=8, max_size=30),
     st.integers(15_000, 40_000),
@@ -1158,7 +1158,7 @@ def test_threads(cache):
 
 @pytest.mark.slow
 def test_killed_writers(tmp_path):
-    """100 times two writers at once, both ended by SIGKILL, with two readers beside them.
+    """60 times two writers at once, both ended by SIGKILL, with two readers beside them.
 
     The readers compare all that they get with what the key stands for; what is left behind is within the bound after
     every kill, and the next put clears it up.
@@ -1169,7 +1169,7 @@ def test_killed_writers(tmp_path):
     finally:
         sys.path.pop(0)
     done = subprocess.run(
-        [sys.executable, str(HELPER), str(tmp_path / "cache"), "31", "100"], capture_output=True, text=True, timeout=120
+        [sys.executable, str(HELPER), str(tmp_path / "cache"), "31", "60"], capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stderr == ""
