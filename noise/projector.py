@@ -98,11 +98,6 @@ class Projector:
         return len(self.eigenvalues)
 
     @property
-    def size(self) -> int:
-        """Elements of a gradient, of those that this process holds."""
-        return sum(part.shape[1] for part in self.basis.values())
-
-    @property
     def storage(self) -> str:
         return str(next(iter(self.basis.values())).dtype).removeprefix("torch.")
 
