@@ -6,7 +6,8 @@ subspace. Since V depends on public data (and on parameters that were made of no
 noise is post-processing; projecting before it would not be.
 
 The eigenvectors come from the m x m Gram matrix: P P'/m u = lambda u gives v = P'u / sqrt(m lambda), exactly, with m
-gradients and no product with a p x p matrix. Gram and v are computed in float64 (of a float32 Gram v are off by 2e-3).
+gradients and no product with a p x p matrix. The Gram matrix is computed in float64 (of a float32 one v are off by
+2e-3), and v too unless float32 is as good.
 
 Gradients may be NumPy arrays or torch tensors, one array or named ones, and their elements may be split over processes
 (`Shards`): only sums of m x m or k numbers are then exchanged.
@@ -15,6 +16,7 @@ Gradients may be NumPy arrays or torch tensors, one array or named ones, and the
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -37,6 +39,10 @@ _EPS = float(np.finfo(np.float64).eps)
 _PIECE = 1 << 20  # elements that are made float64 at a time
 # Below this part of the largest eigenvalue rounding in the Gram matrix shows in how orthogonal eigenvectors are.
 _WELL_CONDITIONED = 1e-8
+# v = P'u cancels when lambda is a small part of the energy: float32 then moves the subspace by about 1e-8 times the
+# square root of energy / lambda_k, beside the 3e-8 of storing it. Below this ratio that is 4e-7 at most.
+_FLOAT32_SUFFICES = 1e3
+_GRAM_BLOCKS = 5  # of rows: what lies above their diagonal is not computed, and BLAS still has large products
 _ONE = ""  # the name of the only part of a vector without names
 
 Array = npt.NDArray[np.float64]
@@ -245,7 +251,8 @@ def top_eigenspace(
         )
     scale = _scale(storage, elements)
     weights = U / (np.sqrt(m * spectrum[:k]) * scale)[:, None]
-    basis = {name: _combined(weights, part, storage) for name, part in parts.items()}
+    exact = energy > _FLOAT32_SUFFICES * spectrum[k - 1]
+    basis = {name: _combined(weights, part, storage, exact) for name, part in parts.items()}
     if spectrum[k - 1] < _WELL_CONDITIONED * spectrum[0]:
         basis = _orthonormal(basis, scale, agree)
     return Projector(basis, spectrum[:k], spectrum, energy, "eigen", m, rank, scale)
@@ -360,7 +367,7 @@ def _energies(projector: Projector, gradients: Any, shards: Shards | None) -> tu
     for name, part in parts.items():
         squares += _squared_norms(part)
         for columns, P in _pieces(part):
-            c += projector.scale * _numpy(P @ _double(projector.basis[name][:, columns]).T)
+            c += projector.scale * _numpy(P @ _double(_on_numpy(projector.basis[name][:, columns])).T)
     total = agree.sum(squares)
     if not (np.isfinite(total).all() and total.any()):
         raise ProjectorError("the gradients to be explained are not finite, or all zero")
@@ -400,11 +407,14 @@ def _squared_norms(part: Any) -> Array:
 
 
 def _gram(part: Any) -> Array:
-    total = np.zeros((part.shape[0],) * 2)
+    m = part.shape[0]
+    edges = [m * block // _GRAM_BLOCKS for block in range(_GRAM_BLOCKS + 1)]
+    total = np.zeros((m, m))
     for _, piece in _pieces(part):
-        square = _numpy(piece) if _on_cpu(piece) else piece  # NumPy does half the work for a product with its transpose
-        total += _numpy(square @ square.T)
-    return total
+        for first, last in itertools.pairwise(edges):
+            total[first:, first:last] += _numpy(piece[first:] @ piece[first:last].T)
+    lower = np.tril(total)
+    return lower + np.tril(lower, -1).T
 
 
 def _lanczos(parts: Mapping[str, Any], m: int, k: int, agree: Shards) -> tuple[Array, Array]:
@@ -426,11 +436,13 @@ def _lanczos(parts: Mapping[str, Any], m: int, k: int, agree: Shards) -> tuple[A
     return values, vectors
 
 
-def _combined(weights: Array, part: Any, storage: str) -> Any:
-    """weights @ part, in the storage precision."""
+def _combined(weights: Array, part: Any, storage: str, exact: bool = True) -> Any:
+    """weights @ part, in the storage precision; if not `exact`, float32 is good enough to work in."""
     basis = _empty((len(weights), part.shape[1]), storage, part)
-    for columns, piece in _pieces(part):
-        basis[:, columns] = _cast(_like(weights, piece) @ piece, basis)
+    out = _on_numpy(basis)
+    in_float32 = not exact and storage == str(part.dtype).removeprefix("torch.") == "float32"
+    for columns, piece in _pieces(part, exact=not in_float32):
+        out[:, columns] = _cast(_like(weights, piece) @ piece, out)
     return basis
 
 
@@ -450,25 +462,31 @@ def _orthonormal(basis: Mapping[str, Any], scale: float, agree: Shards) -> dict[
 # What NumPy and torch do not share.
 
 
-def _pieces(part: Any) -> Iterator[tuple[slice, Any]]:
-    """(columns, the same in float64), few enough at a time for a cache."""
-    width = max(_PIECE // max(part.shape[0], 1), 1)
-    for first in range(0, part.shape[1], width):
-        columns = slice(first, first + width)
-        yield columns, _double(part[:, columns])
+def _columns(array: Any) -> Iterator[slice]:
+    """Few enough at a time for a cache."""
+    width = max(_PIECE // max(array.shape[0], 1), 1)
+    for first in range(0, array.shape[1], width):
+        yield slice(first, first + width)
+
+
+def _pieces(part: Any, exact: bool = True) -> Iterator[tuple[slice, Any]]:
+    """(columns, the same in float64, or as they are); in NumPy if they are on the CPU: its products are faster."""
+    for columns in _columns(part):
+        piece = _on_numpy(part[:, columns])
+        yield columns, _double(piece) if exact else piece
 
 
 def _working(basis: Any, vector: Any) -> Iterator[tuple[slice, Any]]:
     """(columns, V' there) in the precision to work with on `vector`: float64 for float64, else float32."""
-    if str(vector.dtype).endswith("float64"):
-        yield from _pieces(basis)
-    elif str(basis.dtype).endswith("float32"):
+    exact = str(vector.dtype).endswith("float64")
+    if not exact and str(basis.dtype).endswith("float32"):
         yield slice(None), basis
-    else:
-        width = max(_PIECE // basis.shape[0], 1)
-        for first in range(0, basis.shape[1], width):
-            columns = slice(first, first + width)
-            part = basis[:, columns]
+        return
+    for columns in _columns(basis):
+        part = basis[:, columns]
+        if exact:
+            yield columns, _double(part)
+        else:
             yield columns, part.astype(np.float32) if isinstance(part, np.ndarray) else part.float()
 
 
@@ -476,9 +494,8 @@ def _pairs(one: Projector, other: Projector) -> Iterator[tuple[Any, Any]]:
     """Columns of both bases, few enough at a time for a cache; in float64 unless both are float32."""
     exact = not one.storage == other.storage == "float32"
     for name, part in one.basis.items():
-        width = max(_PIECE // one.k, 1)
-        for first in range(0, part.shape[1], width):
-            pair = part[:, first : first + width], other.basis[name][:, first : first + width]
+        for columns in _columns(part):
+            pair = part[:, columns], other.basis[name][:, columns]
             yield (_double(pair[0]), _double(pair[1])) if exact else pair
 
 
@@ -492,8 +509,11 @@ def _described(array: Any) -> str:
     return type(array).__name__ + (f" of {dtype}, shape {tuple(shape)}" if shape is not None else "")
 
 
-def _on_cpu(array: Any) -> bool:
-    return isinstance(array, np.ndarray) or array.device.type == "cpu"
+def _on_numpy(array: Any) -> Any:
+    """What is on the CPU as a NumPy array: the same memory, unless NumPy lacks the precision."""
+    if isinstance(array, np.ndarray) or array.device.type != "cpu":
+        return array
+    return (array.float() if str(array.dtype).endswith("bfloat16") else array).detach().numpy()
 
 
 def _double(array: Any) -> Any:
