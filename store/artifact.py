@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 Array = npt.NDArray[np.float64]
 
+SCHEMA_VERSION = 2  # of new files; 1 knew the dense strategy only; such files are read for ever
+
 
 @dataclass(frozen=True, eq=False)
 class Artifact:
@@ -36,6 +38,8 @@ class Artifact:
         Options and versions; no times.
     digest : str
         SHA-256 over the logical content, 64 hex digits.
+    schema_version : int
+        Of the format it was read from; the newest for a new one.
     path : Path or None
         Where it was read from; None in memory.
     """
@@ -47,6 +51,7 @@ class Artifact:
     multipliers: Array = field(repr=False)
     provenance: dict[str, Any] = field(repr=False)
     digest: str
+    schema_version: int = SCHEMA_VERSION
     path: Path | None = None
 
     @property

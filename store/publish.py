@@ -70,7 +70,7 @@ def _claim(temporary: str, path: Path) -> bool:
     except FileExistsError:
         return False
     except OSError as error:
-        if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK):
+        if not without_links(error):
             raise
         # A file system without hard links. Between the look and the rename another writer may come first, with
         # the same bytes for an artifact; a name that readers could see empty would be worse.
@@ -83,6 +83,11 @@ def _claim(temporary: str, path: Path) -> bool:
         os.unlink(path)  # what might not survive a crash is not published
         raise
     return True
+
+
+def without_links(error: OSError) -> bool:
+    """Whether a link failed because the file system has none."""
+    return error.errno in (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK)
 
 
 def sync_directory(directory: Path) -> None:

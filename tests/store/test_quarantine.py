@@ -1,0 +1,183 @@
+"""Damaged artifacts: moved away, never deleted, and the message says what differs."""
+
+import os
+from pathlib import Path
+
+import h5py
+import pytest
+
+from mmfact.factorize.errors import ArtifactCorrupt, ArtifactNotFound
+from mmfact.store import diagnosis
+from mmfact.store.store import ArtifactStore, read
+
+
+def damage(path, offset, length=1):
+    data = bytearray(path.read_bytes())
+    for i in range(offset, offset + length):
+        data[i] ^= 0xFF
+    path.chmod(0o644)
+    path.write_bytes(data)
+    return bytes(data)
+
+
+def chunk(path, name):
+    """Where the dataset's first chunk lies, by the HDF5 library."""
+    with h5py.File(path) as file:
+        found = file[name].id.get_chunk_info(0)
+    return found.byte_offset, found.size
+
+
+@pytest.mark.parametrize("name", ["strategy.packed", "multipliers", "learning_rates", "spec"])
+def test_message_names_the_dataset(store, factorization, name):
+    path = store.save(factorization, "ref").path
+    offset, size = chunk(path, name)
+    data = damage(path, offset + size // 2, 2)
+    with pytest.raises(ArtifactCorrupt, match="is damaged") as caught:
+        store.load("ref")
+    said = str(caught.value)
+    assert f"'{name}'" in said or (name == "spec" and "spec is damaged" in said)
+    others = {"strategy.packed", "multipliers", "learning_rates"} - {name}
+    assert not any(f"'{other}'" in said for other in others)
+    assert not path.exists()
+    moved = store.path / "quarantine" / path.name
+    assert moved.read_bytes() == data, "what is damaged is kept as it was"
+    assert str(moved.parent) in said
+
+
+def test_values_changed_under_a_true_checksum(forger, store, factorization):
+    """HDF5 is content with it, the spec is not."""
+    saved = store.save(factorization, "ref")
+
+    def change(file):
+        file["multipliers"][...] = 1.5
+
+    data, _ = forger.build(file=change)
+    saved.path.chmod(0o644)
+    saved.path.write_bytes(data)
+    with pytest.raises(ArtifactCorrupt, match="dataset 'multipliers' differs"):
+        store.load("ref")
+
+
+def test_only_structures_differ(store, factorization):
+    """A byte that nothing depends on: no dataset is accused."""
+    path = store.save(factorization, "ref").path
+    damage(path, path.stat().st_size - 1)
+    with pytest.raises(ArtifactCorrupt, match="only HDF5's own structures|cannot be read|HDF5 cannot read"):
+        store.load("ref")
+
+
+@pytest.mark.parametrize("data", [b"", b"x", b"\x89HDF\r\n\x1a\n" + b"\xff" * 500], ids=["empty", "text", "head"])
+def test_what_is_no_hdf5_any_more(store, factorization, data):
+    path = store.save(factorization, "ref").path
+    path.chmod(0o644)
+    path.write_bytes(data)
+    with pytest.raises(ArtifactCorrupt, match="HDF5 cannot read what is left"):
+        store.load("ref")
+    assert (store.path / "quarantine" / path.name).read_bytes() == data
+
+
+def test_a_library_that_dies_is_met_in_another_process(store, factorization, monkeypatch, tmp_path):
+    """The process that examines may crash or hang; the one that asked goes on."""
+    path = store.save(factorization, "ref").path
+    damage(path, 100)
+    crash = tmp_path / "python"
+    for script in ("kill -SEGV $$", "sleep 60"):
+        crash.write_text(f"#!/bin/sh\n{script}\n")
+        crash.chmod(0o755)
+        monkeypatch.setattr(diagnosis.sys, "executable", str(crash))
+        monkeypatch.setattr(diagnosis, "_SECONDS", 0.5)
+        assert diagnosis.diagnose(path, path.name) == "HDF5 cannot read what is left of it"
+
+
+def test_compiled_again_under_the_same_name(store, factorization):
+    saved = store.save(factorization, "ref")
+    for number in range(3):
+        damage(saved.path, 1000 + number)
+        with pytest.raises(ArtifactCorrupt):
+            store.load("ref")
+        assert store.lost("ref")
+        with pytest.raises(ArtifactNotFound, match="compile it again"):
+            store.load("ref")
+        assert store.save(factorization, "ref").digest == saved.digest
+        assert not store.lost("ref")
+        assert store.load("ref").digest == saved.digest
+    assert len(os.listdir(store.path / "quarantine")) == 3
+
+
+def test_a_save_mends_what_stands_in_its_way(store, factorization):
+    saved = store.save(factorization, "ref")
+    data = damage(saved.path, 1000)
+    with pytest.raises(ArtifactCorrupt):
+        store.save(factorization, "other")
+    assert (store.path / "quarantine" / saved.path.name).read_bytes() == data
+    assert store.save(factorization, "other").digest == store.load("ref").digest
+
+
+def test_a_reading_that_fails_once_is_no_damage(store, factorization, monkeypatch):
+    saved = store.save(factorization, "ref")
+    whole, turns = Path.read_bytes, []
+
+    def flaky(path):
+        turns.append(path)
+        data = whole(path)
+        return data[:-1] if len(turns) == 1 else data
+
+    monkeypatch.setattr(Path, "read_bytes", flaky)
+    assert store.load("ref").digest == saved.digest
+    assert saved.path.exists()
+
+
+def test_mended_by_another_process_meanwhile(store, factorization, monkeypatch):
+    """Between the look and the move somebody puts the right file there: it must not be taken away."""
+    saved = store.save(factorization, "ref")
+    data = saved.path.read_bytes()
+    damage(saved.path, 1000)
+
+    def mend(*arguments):
+        saved.path.write_bytes(data)
+        return "."
+
+    monkeypatch.setattr("mmfact.store.diagnosis.diagnose", mend)
+    with pytest.raises(ArtifactCorrupt, match="whole again"):
+        store.load("ref")
+    assert store.load("ref").digest == saved.digest
+
+
+def test_a_store_that_cannot_be_written(store, factorization, monkeypatch):
+    """The answer is the same, the file stays where it is."""
+    path = store.save(factorization, "ref").path
+    damage(path, 1000)
+
+    def refuse(source, target):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "link", refuse)
+    monkeypatch.setattr(os, "rename", refuse)
+    monkeypatch.setattr(Path, "rename", refuse)
+    with pytest.raises(ArtifactCorrupt, match="could not be moved"):
+        store.load("ref")
+    assert path.exists()
+
+
+def test_listing_and_reading_by_path_move_nothing(store, factorization):
+    path = store.save(factorization, "ref").path
+    damage(path, 1000)
+    (entry,) = store.entries()
+    assert "damaged" in entry.error
+    with pytest.raises(ArtifactCorrupt, match="damaged"):
+        read(path)
+    with pytest.raises(ArtifactCorrupt, match="damaged"):
+        ArtifactStore(store.path / "elsewhere").load(path)
+    assert path.exists()
+
+
+def test_a_forged_file_stays(forger, store):
+    """It is what its name says: not damaged but wrong, and refused for what is in it."""
+
+    def wrong(spec):
+        spec["certificate"]["sensitivity"] *= 2
+
+    forger.place(store, *forger.build(wrong), "ref")
+    with pytest.raises(ArtifactCorrupt, match="sensitivity"):
+        store.load("ref")
+    assert len(store.files()) == 1
