@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -55,8 +56,8 @@ def _common(command: Callable[..., Any]) -> Callable[..., Any]:
     )(command)
 
 
-def _describing(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The options that describe a workload and how to compile it."""
+def _of_workload(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The options that describe a workload."""
     options = [
         click.option("--n", type=int, help="Training steps; for custom it is the matrix's size."),
         click.option("--beta", type=float, help="Momentum in [0, 1), for momentum.  [default: 0.9]"),
@@ -80,6 +81,15 @@ def _describing(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option(
             "--matrix", type=click.Path(), help="A lower-triangular matrix in .npy, .npz or .csv, for custom."
         ),
+    ]
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def _describing(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The options that describe a workload and how to compile it."""
+    options = [
         click.option(
             "--strategy",
             type=click.Choice(["buffered", "banded-low-rank", "dense"]),
@@ -119,7 +129,7 @@ def _describing(command: Callable[..., Any]) -> Callable[..., Any]:
     ]
     for option in reversed(options):
         command = option(command)
-    return command
+    return _of_workload(command)
 
 
 class _Kind(click.Choice):  # type: ignore[type-arg, unused-ignore]
@@ -129,6 +139,19 @@ class _Kind(click.Choice):  # type: ignore[type-arg, unused-ignore]
         if str(value).lower() in ("adam", "adamw"):
             self.fail(f"{value!r} is not a workload: for Adam use momentum with --beta at its first beta", param, ctx)
         return super().convert(value, param, ctx)
+
+
+class Least(click.FloatRange):
+    """A finite number of at least some value; click's own range lets NaN pass."""
+
+    def __init__(self, least: float) -> None:
+        super().__init__(min=least)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value!r:.40} is not a finite number", param, ctx)
+        return number
 
 
 _KINDS = _Kind(["prefix-sum", "sgd", "momentum", "custom"])
@@ -163,7 +186,7 @@ def compile_command(**choices: Any) -> None:
         else:
             click.echo(f"{ref}: {render.estimate(expected)}")
         return
-    artifact = _already_there(store, ref, workload, options) if taken else None
+    artifact = _already_there(store, ref, workload, options) if taken and not store.lost(ref) else None
     fresh = artifact is None
     if artifact is None:
         expected = estimate(workload, options)
@@ -281,44 +304,6 @@ def _described(choices: dict[str, Any]) -> tuple[Workload, Options]:
     return workload, options
 
 
-@commands.command("list")
-@_common
-def list_command(store: str, as_json: bool) -> None:
-    """List the artifacts of the store.
-
-    \b
-    Example: mmfact list --json
-    """
-    from mmfact.cli import render
-    from mmfact.store.store import ArtifactStore
-
-    entries = list(ArtifactStore(store).entries())
-    if as_json:
-        _print_json({"store": store, "artifacts": [render.entry_as_dict(entry) for entry in entries]})
-    else:
-        render.listing(store, entries)
-
-
-@commands.command("inspect")
-@click.argument("ref")
-@_common
-def inspect_command(ref: str, store: str, as_json: bool) -> None:
-    """Show an artifact: workload, certificate, strategy and provenance.
-
-    \b
-    REF is a name from `mmfact list`, a digest (8 digits or more) or the path of a .h5 file.
-    Example: mmfact inspect momentum-n2048
-    """
-    from mmfact.cli import render
-    from mmfact.store.store import ArtifactStore
-
-    artifact = ArtifactStore(store).load(ref)
-    if as_json:
-        _print_json({"ref": ref, **render.as_dict(artifact)})
-    else:
-        render.artifact(ref, artifact, provenance=True)
-
-
 @commands.command("verify")
 @click.argument("ref")
 @click.option("--reference", is_flag=True, help="Also solve the semidefinite program in cvxpy (n <= 64).")
@@ -331,13 +316,16 @@ def verify_command(ref: str, reference: bool, store: str, as_json: bool) -> None
     Example: mmfact verify momentum-n2048
     """
     from mmfact.cli import render
-    from mmfact.factorize.errors import ArtifactCorrupt, ArtifactVersionError
+    from mmfact.factorize.errors import ArtifactCorrupt, ArtifactNotFound, ArtifactVersionError
     from mmfact.factorize.verification import verify
     from mmfact.store.store import ArtifactStore
 
+    artifacts = ArtifactStore(store)
     try:
-        artifact = ArtifactStore(store).load(ref)
-    except (ArtifactCorrupt, ArtifactVersionError) as error:
+        artifact = artifacts.load(ref)
+    except (ArtifactCorrupt, ArtifactVersionError, ArtifactNotFound) as error:
+        if isinstance(error, ArtifactNotFound) and not artifacts.lost(ref):
+            raise
         if as_json:
             _print_json({"ref": ref, "passed": False, "error": str(error)})
         raise AnswerIsNo(str(error)) from error
@@ -505,7 +493,7 @@ def _workload(choices: dict[str, Any]) -> Workload:
     if n is None:
         raise WorkloadError(f"--workload {kind} needs --n, the number of training steps")
     workload.check_horizon(n)
-    if choices["strategy"] != "buffered":
+    if choices.get("strategy", "buffered") != "buffered":
         workload.check_dense(n, f"the {choices['strategy']} strategy")
     if kind == "prefix-sum":
         return workload.prefix_sum(n)
@@ -525,10 +513,16 @@ def _workload(choices: dict[str, Any]) -> Workload:
 
 
 def _already_there(store: Any, ref: str, workload: Workload, options: Options) -> Any:
-    """The artifact that `ref` names, which must be what was asked for."""
-    from mmfact.factorize.errors import RefError
+    """The artifact that `ref` names, which must be what was asked for; None if it is damaged and has made way."""
+    from mmfact.factorize.errors import ArtifactCorrupt, RefError
 
-    artifact = store.load(ref)
+    try:
+        artifact = store.load(ref)
+    except ArtifactCorrupt as error:
+        if not store.lost(ref):
+            raise
+        click.echo(f"mmfact: {error}. It is compiled again now", err=True)
+        return None
     if not artifact.workload.same_as(workload) or artifact.provenance.get("options") != options.spec():
         raise RefError(
             f"ref {ref!r} already names something else ({artifact.workload.label()}, options "
@@ -538,5 +532,7 @@ def _already_there(store: Any, ref: str, workload: Workload, options: Options) -
 
 
 # last: they register their commands with the above
+from mmfact.cli import catalog as _catalog  # noqa: E402, F401
+from mmfact.cli import maintenance as _maintenance  # noqa: E402, F401
 from mmfact.cli import privacy as _privacy  # noqa: E402, F401
 from mmfact.cli import projector as _projector  # noqa: E402, F401

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from mmfact.cli.main import _common, _print_json, commands
+from mmfact.cli.main import Least, _common, _print_json, commands
 
 
 @commands.command("remove")
@@ -35,7 +35,7 @@ def remove_command(refs: tuple[str, ...], store: str, as_json: bool) -> None:
 @click.option("--dry-run", is_flag=True, help="Only say what would be removed.")
 @click.option(
     "--older-than",
-    type=click.FloatRange(min=0),
+    type=Least(0),
     default=24.0,
     show_default=True,
     metavar="HOURS",

@@ -7,7 +7,6 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
     from mmfact.factorize.verification import Verification
     from mmfact.noise.selftest import Selftest
     from mmfact.store.artifact import Artifact
-    from mmfact.store.store import Entry
 
 
 _WORTH_SAYING = 5e-4  # less than a tenth of a percent is no gain
@@ -62,8 +60,16 @@ def estimate_as_dict(expected: Estimate) -> dict[str, Any]:
     return {"seconds": expected.seconds, "memory_bytes": expected.memory}
 
 
-def artifact(ref: str, artifact: Artifact, *, note: str | None = None, provenance: bool = False) -> None:
+def artifact(ref: str, artifact: Artifact, *, note: str | None = None) -> None:
     """The table that a person understands without the paper."""
+    table = figures(ref, artifact, note)
+    table.add_row("size", size(artifact.path.stat().st_size) if artifact.path else "in memory")
+    table.add_row("digest", artifact.digest)
+    _show(table)
+
+
+def figures(ref: str, artifact: Artifact, note: str | None = None) -> Table:
+    """What it is for, how good it is, and how it is streamed."""
     certificate, strategy = artifact.certificate, artifact.strategy
     table = _table(f"{ref}" + (f"  ({note})" if note else ""))
     table.add_row("workload", describe(artifact))
@@ -92,13 +98,7 @@ def artifact(ref: str, artifact: Artifact, *, note: str | None = None, provenanc
         f"residual {certificate.residual:.1e}, bound's own error "
         f"{certificate.quadrature_error + certificate.rounding:.1e}",
     )
-    if provenance:
-        for name, value in artifact.provenance.items():
-            shown = ", ".join(f"{key} {item}" for key, item in value.items()) if isinstance(value, dict) else str(value)
-            table.add_row(name, shown)
-    table.add_row("size", size(artifact.path.stat().st_size) if artifact.path else "in memory")
-    table.add_row("digest", artifact.digest)
-    _show(table)
+    return table
 
 
 def as_dict(artifact: Artifact) -> dict[str, Any]:
@@ -173,56 +173,6 @@ def comparison_as_dict(ref: str, artifact: Artifact, result: Comparison) -> dict
         "mechanisms": [asdict(row) for row in result.rows],
         "left_out": result.left_out,
     }
-
-
-def listing(store: str, entries: list[Entry]) -> None:
-    """One line an artifact."""
-    if not entries:
-        _show(f"no artifacts in {Path(store).absolute()}; make one with: mmfact compile --workload momentum --n 2048")
-        return
-    table = Table(box=None, pad_edge=False)
-    for column in ("ref", "workload", "n", "excess", "RMSE", "strategy", "size", "created"):
-        right = column in ("n", "excess", "RMSE", "size")
-        table.add_column(column, justify="right" if right else "left", overflow="fold")
-    for entry in entries:
-        if entry.artifact is None:
-            table.add_row(
-                entry.ref, Text("damaged: see mmfact verify", style="red"), "", "", "", "", size(entry.size), ""
-            )
-            continue
-        certificate = entry.artifact.certificate
-        table.add_row(
-            entry.ref,
-            entry.artifact.workload.kind,
-            str(entry.artifact.n),
-            percent(certificate.excess),
-            f"{certificate.rmse:.4g}",
-            entry.artifact.strategy.kind,
-            size(entry.size),
-            entry.created,
-        )
-    _show(table)
-
-
-def entry_as_dict(entry: Entry) -> dict[str, Any]:
-    """One line of `mmfact list --json`."""
-    content: dict[str, Any] = {
-        "ref": entry.ref,
-        "created": entry.created,
-        "file": entry.file,
-        "size_bytes": entry.size,
-        "error": entry.error,
-    }
-    if entry.artifact is not None:
-        certificate = entry.artifact.certificate
-        content |= {
-            "digest": entry.artifact.digest,
-            "workload": entry.artifact.workload.spec(),
-            "strategy": entry.artifact.strategy.kind,
-            "excess": certificate.excess,
-            "rmse": certificate.rmse,
-        }
-    return content
 
 
 def verification(ref: str, artifact: Artifact, result: Verification) -> None:

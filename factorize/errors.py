@@ -42,7 +42,17 @@ class ArtifactNotFound(ArtifactError):  # noqa: N818 - the name that design.md g
 
 
 class ArtifactCorrupt(ArtifactError):  # noqa: N818
-    """The file is damaged, foreign, or says something that its content denies."""
+    """The file is damaged, foreign, or says something that its content denies.
+
+    Attributes
+    ----------
+    reason : str
+        What is wrong with it, without its name and what to do; "" if nothing is known.
+    """
+
+    def __init__(self, message: str, reason: str = "") -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 class ArtifactVersionError(ArtifactError):

@@ -16,6 +16,7 @@ from mmfact.factorize.workload import LARGEST_DENSE
 
 # The text form of a number can be long; a .csv of the largest matrix fits below this.
 _LARGEST_FILE = 32 * LARGEST_DENSE**2
+LARGEST_MEMBER = 16 * LARGEST_DENSE**2 + (1 << 16)  # bytes: the largest matrix in long doubles, with its header
 
 
 def read_matrix(path: Path) -> npt.NDArray[np.generic]:
@@ -36,15 +37,20 @@ def read_matrix(path: Path) -> npt.NDArray[np.generic]:
             )
         if path.suffix == ".npy":
             with path.open("rb") as file:
-                return _read_npy(file, size)
+                return read_npy(file, size)
         if path.suffix == ".npz":
             with zipfile.ZipFile(path) as archive:
                 members = archive.infolist()
                 if len(members) != 1:
                     names = ", ".join(member.filename.removesuffix(".npy") for member in members[:5])
                     raise WorkloadError(f"{path} holds {len(members)} arrays ({names}); save only the matrix")
+                if members[0].file_size > LARGEST_MEMBER:
+                    raise CapacityError(
+                        f"the array in {path} has {members[0].file_size / 2**30:.1f} GiB; a custom matrix has at most "
+                        f"{LARGEST_DENSE} steps"
+                    )
                 with archive.open(members[0]) as file:
-                    return _read_npy(file, members[0].file_size)
+                    return read_npy(file, members[0].file_size)
         if path.suffix == ".csv":
             with warnings.catch_warnings(action="ignore"):  # an empty file: its shape is refused later
                 return np.loadtxt(path, delimiter=",", ndmin=2, dtype=np.float64)
@@ -60,7 +66,7 @@ def read_matrix(path: Path) -> npt.NDArray[np.generic]:
     raise WorkloadError(f"the matrix file {path} must end in .npy, .npz or .csv")
 
 
-def _read_npy(file: IO[bytes], size: int) -> npt.NDArray[np.generic]:
+def read_npy(file: IO[bytes], size: int) -> npt.NDArray[np.generic]:
     """One array in NumPy's format; a header that claims more than `size` bytes is refused before allocating."""
     header = np.lib.format.read_magic(file)
     read_header = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}

@@ -30,7 +30,8 @@ import numpy as np
 import numpy.typing as npt
 
 from mmfact.factorize.errors import ArtifactCorrupt, ProjectorError, ProjectorStale
-from mmfact.store.format import LARGEST_SPEC, parse_spec, plain_dataset, spec_text
+from mmfact.store.format import LARGEST_SPEC, parse_spec, spec_text
+from mmfact.store.schema import shown
 
 FORMAT = "mmfact-projector"
 SCHEMA_VERSION = 1
@@ -335,7 +336,7 @@ def _describe(file: h5py.File, path: Path) -> tuple[ProjectorKey, dict[str, Any]
     names = set(file)
     if "spec" not in names:
         raise _corrupt(path, "it is an HDF5 file but holds no spec; mmfact did not write it")
-    length = plain_dataset(file, "spec", path, _corrupt).size or 0
+    length = _plain(file, "spec", path).size or 0
     text = _dataset(file, "spec", (min(length, LARGEST_SPEC),), "|u1", LARGEST_SPEC, path)[...].tobytes()
     spec = parse_spec(text, path, FORMAT, SCHEMA_VERSION, _corrupt)
     if set(spec["key"]) != {field.name for field in fields(ProjectorKey)}:
@@ -353,9 +354,21 @@ def _describe(file: h5py.File, path: Path) -> tuple[ProjectorKey, dict[str, Any]
     return key, record, described
 
 
+def _plain(file: h5py.File, name: str, path: Path) -> h5py.Dataset:
+    """The dataset of that name, if it is one, stands in this file and has no attributes."""
+    if not isinstance(file.get(name, getlink=True), h5py.HardLink):
+        raise _corrupt(path, f"{shown(name)} is a link to somewhere else")
+    dataset = file[name]
+    if not isinstance(dataset, h5py.Dataset):
+        raise _corrupt(path, f"{shown(name)} is not a plain dataset")
+    if len(dataset.attrs):
+        raise _corrupt(path, f"{shown(name)} has attributes; it is not a plain dataset")
+    return dataset
+
+
 def _dataset(file: h5py.File, name: str, shape: tuple[int, ...], dtype: str, limit: int, path: Path) -> h5py.Dataset:
     """A dataset whose form has been checked, so that reading it takes no more memory than its file has bytes."""
-    dataset = plain_dataset(file, name, path, _corrupt)
+    dataset = _plain(file, name, path)
     form = dataset.id.get_create_plist()
     if form.get_layout() != h5py.h5d.CONTIGUOUS or form.get_nfilters() or form.get_external_count():
         raise _corrupt(path, f"{name!r} has a layout that projectors do not have")

@@ -13,6 +13,11 @@ from pathlib import Path
 from mmfact.factorize.errors import StoreError
 
 TEMPORARY_PREFIX = ".tmp-"
+_ATTEMPTS = 5
+
+
+class _TemporaryGone(StoreError):  # noqa: N818
+    """Somebody took the temporary file for the leftover of a killed writer."""
 
 
 def publish(path: Path, data: bytes) -> bool:
@@ -31,7 +36,10 @@ def publish(path: Path, data: bytes) -> bool:
     StoreError
         No space, no permission, or another failure of the file system. Nothing is left behind.
     """
-    return publish_pieces(path, [data], len(data))
+    for _ in range(_ATTEMPTS):
+        with contextlib.suppress(_TemporaryGone):
+            return publish_pieces(path, [data], len(data))
+    raise StoreError(f"{path} could not be written: its temporary file is removed by others as fast as it is written")
 
 
 def publish_pieces(path: Path, pieces: Iterable[bytes | memoryview], size: int, prefix: str = TEMPORARY_PREFIX) -> bool:
@@ -54,7 +62,8 @@ def publish_pieces(path: Path, pieces: Iterable[bytes | memoryview], size: int, 
             os.fsync(file.fileno())
         return _claim(temporary, path)
     except OSError as error:
-        raise StoreError(
+        gone = isinstance(error, FileNotFoundError) and temporary is not None and directory.is_dir()
+        raise (_TemporaryGone if gone else StoreError)(
             f"{path} could not be written: {error.strerror or error}. Nothing was stored; "
             "free some space or choose another store with --store (or MMFACT_STORE)"
         ) from error

@@ -39,6 +39,7 @@ ASIDE = f"{TEMPORARY_PREFIX}removed-"  # begins the name of an artifact that is 
 _NAME = re.compile(r"([0-9a-f]{64})-([0-9a-f]{64})\.h5")
 _REF = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,199}")
 _DIGEST = re.compile(r"[0-9a-f]{8,64}")
+_MENDING = "restore it from a copy, or compile it again under the same name"
 _ATTEMPTS = 20  # of steps that another process can undo meanwhile; each fails by bad luck only
 _PAUSE = 0.02  # seconds
 
@@ -130,6 +131,7 @@ class ArtifactStore:
         name = f"{artifact.digest}-{hashlib.sha256(data).hexdigest()}.h5"
         format.decode(data, Path(name), artifact.digest)  # what cannot be read back is never published
         entry = {"artifact": name, "created": datetime.now(UTC).isoformat(timespec="seconds")}
+        damaged = None
         for _ in range(_ATTEMPTS):
             # Whatever another process removes between two steps is published again in the next round.
             with contextlib.suppress(ArtifactNotFound):
@@ -137,7 +139,11 @@ class ArtifactStore:
                     return self._same(ref, artifact)
                 created = self.folder.publish(name, data)
                 if not created:
-                    self._read(name)  # one that is damaged makes way
+                    try:
+                        self._read(name)
+                    except ArtifactCorrupt as error:  # it has made way for this one, if it could be moved
+                        damaged = error
+                        continue
                 try:
                     self.folder.publish(self._ref_name(ref), (json.dumps(entry, sort_keys=True) + "\n").encode())
                 except BaseException:
@@ -150,7 +156,9 @@ class ArtifactStore:
                         self.discard(name)
                     return self._same(ref, artifact)
                 return replace(artifact, path=self._fetch(name))
-        raise StoreError(f"{ref!r} is removed from {self.location} as fast as it is saved; save it again later")
+        raise damaged or StoreError(
+            f"{ref!r} is removed from {self.location} as fast as it is saved; save it again later"
+        )
 
     def _same(self, ref: str, artifact: Artifact) -> Artifact:
         """What `ref` names, if that answers the same request as `artifact`.
@@ -228,10 +236,13 @@ class ArtifactStore:
     def lost(self, ref: str) -> bool:
         """Whether `ref` names an artifact that is not in the store any more: saving the same again brings it back."""
         try:
-            self._file_of(ref)
+            return bool(_REF.fullmatch(ref)) and self.has(ref) and not self._file_of(ref)
         except ArtifactNotFound:
-            return self.has(ref)
-        return False
+            return True
+
+    def created(self, ref: str) -> str:
+        """When `ref` was saved, in UTC."""
+        return self._entry(ref)["created"]
 
     def refs(self) -> list[str]:
         """The names of all refs, sorted."""
@@ -359,10 +370,7 @@ class ArtifactStore:
         try:
             return read(path)  # it was the reading that failed, or another process has mended it
         except _Damaged as error:
-            from mmfact.store.diagnosis import diagnose
-
-            found = diagnose(path, name)
-            raise ArtifactCorrupt(f"{error}. {found}. {self._quarantined(name)}") from error
+            raise ArtifactCorrupt(f"{error}. {_difference(path, name)}. {self._quarantined(name)}") from error
 
     def _quarantined(self, name: str) -> str:
         """Move it; say what was done."""
@@ -414,9 +422,15 @@ class ArtifactStore:
             if ASIDE + name not in self.folder.names():
                 break
             time.sleep(_PAUSE)  # it was about to be removed when it got this name, and comes back
+        damaged = any(file.startswith(name) for file in self.folder.names(QUARANTINE))
+        where = (
+            f"was damaged and is in the quarantine of {self.location}"
+            if damaged
+            else (f"is not in the store {self.location}")
+        )
         raise ArtifactNotFound(
-            f"ref {ref!r} names {name[:16]}.., which is not in the store {self.location}; restore the file, compile it "
-            f"again under the same name, or remove the ref (mmfact remove {ref})"
+            f"ref {ref!r} names {name[:16]}.., which {where}; restore the file, compile it again under the same name, "
+            f"or remove the ref (mmfact remove {ref})"
         )
 
 
@@ -431,10 +445,7 @@ def read(path: Path) -> Artifact:
     try:
         size = path.stat().st_size
         if size > format.LARGEST_FILE:
-            raise _Damaged(
-                f"{path} has {size} bytes; no artifact is larger than {format.LARGEST_FILE}; restore it from a copy, or "
-                "compile it again under the same name"
-            )
+            raise _Damaged(f"{path} has {size} bytes; no artifact is larger than {format.LARGEST_FILE}; {_MENDING}")
         data = path.read_bytes()
     except FileNotFoundError as error:
         raise ArtifactNotFound(f"{path} is not there any more") from error
@@ -443,10 +454,23 @@ def read(path: Path) -> Artifact:
     digest = hashlib.sha256(data).hexdigest()
     if digest != match[2]:
         raise _Damaged(
-            f"{path} is damaged: its {len(data)} bytes have SHA-256 {digest[:16]}.. but its name says {match[2][:16]}..; "
-            "restore it from a copy, or compile it again under the same name"
+            f"{path} is damaged: its {len(data)} bytes have SHA-256 {digest[:16]}.. but its name says "
+            f"{match[2][:16]}..; {_MENDING}"
         )
     return format.decode(data, path, match[1])
+
+
+def _difference(path: Path, name: str) -> str:
+    """What the damage has hit: reading goes on to where the content is not what the artifact's name stands for."""
+    if path.stat().st_size > format.LARGEST_FILE:
+        return "It was not looked into"
+    try:
+        format.decode(path.read_bytes(), path, name[:64])
+    except ArtifactCorrupt as error:
+        return f"What differs: {error.reason}"
+    except ArtifactError as error:
+        return str(error)
+    return "All its datasets are as they were, only what HDF5 keeps about them differs"
 
 
 def _whole(path: Path, name: str) -> bool:

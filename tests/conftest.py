@@ -6,11 +6,14 @@ Two workers share the tests (pytest-xdist; `-n 0` for one process, with a debugg
 - BLAS has one thread in each, set here before NumPy is loaded;
 - every worker but the first has a kernel cache of its own. numba writes a cache's index before the code that it
   points to: of two processes that compile at once, one could load what the other has just replaced;
-- the slow tests come first, so that none is begun when the other worker has nothing left to do.
+- what takes a minute comes first, so that it is not begun when the other worker has nothing left to do.
+
+Tests marked slow are left out; `pytest -m slow` runs them, as .ci/run does.
 """
 
 import os
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,12 +26,14 @@ worker = os.environ.get("PYTEST_XDIST_WORKER", "gw0")
 if worker != "gw0":
     os.environ["NUMBA_CACHE_DIR"] = str(Path(__file__).parents[1] / ".pytest_cache" / f"numba-{worker}")
 
+sys.path.append(str(Path(__file__).parent))  # the package `attacks`: forgeries, for tests elsewhere too
+
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+    items.sort(key=lambda item: item.path.name != "test_readme.py")
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ BLOCKS = FENCE.findall(README)
 SHELL = [text for language, text in BLOCKS if language == "sh"]
 NUMBER = r"\d+(?:\.\d+)?"
 PYTHON = [text for language, text in BLOCKS if language == "python"]
-PAGES = ("training", "opacus", "jax", "privacy", "projection")
+PAGES = ("training", "opacus", "jax", "privacy", "projection", "store")
 
 
 def run(command, folder):
@@ -51,7 +51,6 @@ def test_all_blocks_have_a_language_that_is_tested_or_is_plain_output():
     assert {language for language, _ in BLOCKS} <= {"sh", "python", "text"}
 
 
-@pytest.mark.slow
 def test_snippets_run_in_the_order_of_the_page(folder):
     assert len(SHELL) > 2
     assert PYTHON

@@ -22,6 +22,7 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
+from attacks.forgery import form
 
 from mmfact.cli.main import main
 
@@ -204,7 +205,7 @@ def forge() -> Callable[..., str]:
         text = json.dumps(spec, sort_keys=True, separators=(",", ":")).encode()
         with h5py.File("forged", "w", driver="core", backing_store=False) as file:
             for key, array in {"spec": np.frombuffer(text, np.uint8), **chosen}.items():
-                file.create_dataset(key, data=array, chunks=array.shape, fletcher32=True)
+                file.create_dataset(key, data=array, **form(array.shape))
             file.flush()
             data = bytes(file.id.get_file_image())
         logical = hashlib.sha256(text).hexdigest()

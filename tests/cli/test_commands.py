@@ -199,8 +199,8 @@ def test_excess_is_never_shown_smaller_than_it_is(mmfact, forge, vault, store):
     """Two digits, but rounded up: "no factorization can beat this by more than" must stay true."""
 
     def worse(spec):
-        loss = spec["certificate"]["lower_bound"] * (1 + 1.449e-6)
-        spec["certificate"].update(loss=loss, excess=loss / spec["certificate"]["lower_bound"] - 1)
+        bound = spec["certificate"]["loss"] / (1 + 1.449e-6)
+        spec["certificate"].update(lower_bound=bound, excess=spec["certificate"]["loss"] / bound - 1)
 
     forge(vault, "momentum", store, "worse", worse)
     out = mmfact("inspect", "worse", "--store", store).out
@@ -210,8 +210,8 @@ def test_excess_is_never_shown_smaller_than_it_is(mmfact, forge, vault, store):
 
 def test_excess_of_a_percent_is_not_shown_smaller_either(mmfact, forge, vault, store):
     def worse(spec):
-        loss = spec["certificate"]["lower_bound"] * 1.0123499
-        spec["certificate"].update(loss=loss, excess=loss / spec["certificate"]["lower_bound"] - 1)
+        bound = spec["certificate"]["loss"] / 1.0123499
+        spec["certificate"].update(lower_bound=bound, excess=spec["certificate"]["loss"] / bound - 1)
 
     forge(vault, "momentum", store, "worse", worse)
     out = mmfact("inspect", "worse", "--store", store).out

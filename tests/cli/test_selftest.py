@@ -15,6 +15,7 @@ from mmfact.factorize.strategy.buffered import BufferedStrategy
 from mmfact.noise import selftest as module
 from mmfact.noise.source import NoiseSource
 from mmfact.noise.stepping import BufferedStepper
+from mmfact.store.store import ArtifactStore
 
 CHECKS = [
     "horizon", "keystream", "quantiles", "threads", "shards", "restore", "iterate space", "sensitivity",
@@ -168,14 +169,14 @@ def test_a_strategy_that_float32_cannot_hold(
     wild = BufferedStrategy(np.ones(24), np.full((24, 3), -4.0), np.zeros((24, 3)), np.ones((24, 3)))
     arrays = {f"strategy.{name}": array for name, array in wild.coefficients().items()}
     sensitivity = wild.sensitivity(single())
-    forge(
-        vault,
-        "buffered-float64",
-        store,
-        "wild",
-        lambda spec: spec["certificate"].update(sensitivity=sensitivity),
-        arrays,
-    )
+    loss, max_error = wild.errors(ArtifactStore(vault).load("buffered-float64").workload, single())
+
+    def stated(spec: dict[str, Any]) -> None:
+        certificate = spec["certificate"]
+        certificate.update(sensitivity=sensitivity, loss=loss, max_error=max_error)
+        certificate["excess"] = loss / certificate["lower_bound"] - 1
+
+    forge(vault, "buffered-float64", store, "wild", stated, arrays)
     ran = mmfact("selftest", "wild", *json, "--store", store)
     assert ran.code == 2
     assert ran.err.startswith("mmfact: in float32 this strategy's rows would be rounded by")

@@ -49,6 +49,7 @@ def test_help_loads_no_numerics():
 
 
 COMMANDS = ["compile", "compare", "list", "inspect", "verify", "selftest", "privacy", "projector inspect"]
+COMMANDS += ["export", "import", "gc", "migrate", "remove"]
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -172,7 +172,7 @@ OTHERS = {
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_another_strategy(mmfact, vault, store, forge, arrays, name):
-    """It loads, for its sensitivity is stated as it is; the loss is not, and verify says so."""
+    """Its sensitivity is stated as it is; its loss is not, so it does not load, and verify says no."""
     changed = OTHERS[name](arrays)
     mixed = {key.removeprefix("strategy."): array.copy() for key, array in {**arrays, **changed}.items()}
     sensitivity = BufferedStrategy(**mixed).sensitivity(single())
@@ -186,7 +186,7 @@ def test_another_strategy(mmfact, vault, store, forge, arrays, name):
     )
     message = refused(mmfact, store, "other")
     assert "loss" in message or "max error" in message
-    assert mmfact("inspect", "other", "--store", store).code == 0
+    assert mmfact("inspect", "other", "--store", store).code == 2
 
 
 def test_what_changes_nothing_passes(mmfact, vault, store, forge, arrays, buffered):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from attacks.forgery import HONEST
 
 from mmfact.factorize.errors import ArtifactCorrupt, ArtifactVersionError, StoreError
 from mmfact.store import format
@@ -58,15 +59,17 @@ def test_appended_bytes_are_noticed(saved):
         read(saved.path)
 
 
-def test_flips_past_the_outer_digest_change_nothing_silently(forger, same):
+@pytest.mark.parametrize("name", HONEST)
+def test_flips_past_the_outer_digest_change_nothing_silently(same, name):
     """Somebody renames the file so that the outer digest fits: the inner digests still guard every number.
 
     A byte that HDF5 does not use may differ; then the artifact must equal the original. Nothing but the
     store's own errors may come out.
     """
+    forger = HONEST[name]()
     random = np.random.default_rng(13)
-    # Half of the sample lies in the unused tails of HDF5's tables; 1,500 leave several hundred that matter.
-    positions = random.choice(len(forger.data), 1500, replace=False)
+    # Half of the sample lies in the unused tails of HDF5's tables; 400 leave a hundred that matter.
+    positions = random.choice(len(forger.data), 400, replace=False)
     seen = collections.Counter()
     for position in positions:
         damaged = bytearray(forger.data)
@@ -78,7 +81,7 @@ def test_flips_past_the_outer_digest_change_nothing_silently(forger, same):
         else:
             assert same(artifact, forger.artifact), f"a flip at byte {position} changed what was read"
             seen["equal"] += 1
-    assert seen["ArtifactCorrupt"] > 50  # the sample did reach the data
+    assert seen["ArtifactCorrupt"] > 25  # the sample did reach the data
 
 
 def test_truncations_past_the_outer_digest_are_refused(forger):

@@ -7,7 +7,6 @@ import h5py
 import pytest
 
 from mmfact.factorize.errors import ArtifactCorrupt, ArtifactNotFound
-from mmfact.store import diagnosis
 from mmfact.store.store import ArtifactStore, read
 
 
@@ -35,7 +34,7 @@ def test_message_names_the_dataset(store, factorization, name):
     with pytest.raises(ArtifactCorrupt, match="is damaged") as caught:
         store.load("ref")
     said = str(caught.value)
-    assert f"'{name}'" in said or (name == "spec" and "spec is damaged" in said)
+    assert f"'{name}' has a damaged chunk" in said
     others = {"strategy.packed", "multipliers", "learning_rates"} - {name}
     assert not any(f"'{other}'" in said for other in others)
     assert not path.exists()
@@ -54,15 +53,18 @@ def test_values_changed_under_a_true_checksum(forger, store, factorization):
     data, _ = forger.build(file=change)
     saved.path.chmod(0o644)
     saved.path.write_bytes(data)
-    with pytest.raises(ArtifactCorrupt, match="dataset 'multipliers' differs"):
+    with pytest.raises(ArtifactCorrupt, match="the values of 'multipliers' have changed"):
         store.load("ref")
 
 
 def test_only_structures_differ(store, factorization):
-    """A byte that nothing depends on: no dataset is accused."""
+    """A byte that nothing depends on, in the room of a name that is not used: no dataset is accused."""
     path = store.save(factorization, "ref").path
-    damage(path, path.stat().st_size - 1)
-    with pytest.raises(ArtifactCorrupt, match="only HDF5's own structures|cannot be read|HDF5 cannot read"):
+    data = path.read_bytes()
+    heap = data.index(b"HEAP")
+    segment = int.from_bytes(data[heap + 24 : heap + 32], "little")
+    damage(path, segment + int.from_bytes(data[heap + 8 : heap + 16], "little") - 1)
+    with pytest.raises(ArtifactCorrupt, match="only what HDF5 keeps about them differs"):
         store.load("ref")
 
 
@@ -71,22 +73,9 @@ def test_what_is_no_hdf5_any_more(store, factorization, data):
     path = store.save(factorization, "ref").path
     path.chmod(0o644)
     path.write_bytes(data)
-    with pytest.raises(ArtifactCorrupt, match="HDF5 cannot read what is left"):
+    with pytest.raises(ArtifactCorrupt, match="What differs: it"):
         store.load("ref")
     assert (store.path / "quarantine" / path.name).read_bytes() == data
-
-
-def test_a_library_that_dies_is_met_in_another_process(store, factorization, monkeypatch, tmp_path):
-    """The process that examines may crash or hang; the one that asked goes on."""
-    path = store.save(factorization, "ref").path
-    damage(path, 100)
-    crash = tmp_path / "python"
-    for script in ("kill -SEGV $$", "sleep 60"):
-        crash.write_text(f"#!/bin/sh\n{script}\n")
-        crash.chmod(0o755)
-        monkeypatch.setattr(diagnosis.sys, "executable", str(crash))
-        monkeypatch.setattr(diagnosis, "_SECONDS", 0.5)
-        assert diagnosis.diagnose(path, path.name) == "HDF5 cannot read what is left of it"
 
 
 def test_compiled_again_under_the_same_name(store, factorization):
@@ -107,10 +96,9 @@ def test_compiled_again_under_the_same_name(store, factorization):
 def test_a_save_mends_what_stands_in_its_way(store, factorization):
     saved = store.save(factorization, "ref")
     data = damage(saved.path, 1000)
-    with pytest.raises(ArtifactCorrupt):
-        store.save(factorization, "other")
+    assert store.save(factorization, "other").digest == saved.digest
     assert (store.path / "quarantine" / saved.path.name).read_bytes() == data
-    assert store.save(factorization, "other").digest == store.load("ref").digest
+    assert store.load("other").digest == store.load("ref").digest == saved.digest
 
 
 def test_a_reading_that_fails_once_is_no_damage(store, factorization, monkeypatch):
@@ -137,7 +125,7 @@ def test_mended_by_another_process_meanwhile(store, factorization, monkeypatch):
         saved.path.write_bytes(data)
         return "."
 
-    monkeypatch.setattr("mmfact.store.diagnosis.diagnose", mend)
+    monkeypatch.setattr("mmfact.store.store._difference", mend)
     with pytest.raises(ArtifactCorrupt, match="whole again"):
         store.load("ref")
     assert store.load("ref").digest == saved.digest

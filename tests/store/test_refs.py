@@ -235,7 +235,7 @@ def test_damaged_ref_file(store, factorization, name):
     store.save(factorization, "good")
     path = store.path / "refs" / "bad.json"
     path.write_bytes(DAMAGED_REFS[name])
-    with pytest.raises(ArtifactCorrupt, match="remove it .mmfact remove bad. and compile again") as caught:
+    with pytest.raises(ArtifactCorrupt, match=r"remove it .mmfact remove bad. and compile again") as caught:
         store.load("bad")
     assert str(path) in str(caught.value)
     entries = {entry.ref: entry for entry in store.entries()}

@@ -4,6 +4,7 @@ import hashlib
 import multiprocessing
 import os
 import uuid
+from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 
@@ -29,7 +30,7 @@ def s3():
     server_module = pytest.importorskip("moto.server")
     server = server_module.ThreadedMotoServer(port=0, verbose=False)
     server.start()
-    host, port = server.get_host_and_port()
+    _, port = server.get_host_and_port()
     endpoint = f"http://127.0.0.1:{port}"
     options = {"key": "test", "secret": "test", "client_kwargs": {"endpoint_url": endpoint, "region_name": "eu-west-1"}}
     fsspec.filesystem("s3", **options).mkdir("bucket")
@@ -149,23 +150,14 @@ def test_command_line(remote, factorization, monkeypatch, capsys):
         assert "ref" in capsys.readouterr().out
 
 
-def _digest(store, results):
-    results.put(store.load("ref").digest)
-
-
 @pytest.mark.parametrize("way", ["fork", "spawn"])
-def test_other_processes_share_it(s3, factorization, way):
+def test_other_processes_share_it(s3, factorization, same, way):
     """A connection does not survive a fork; each process makes its own."""
     store = ArtifactStore(f"s3://bucket/{uuid.uuid4().hex}", storage_options=s3)
     saved = store.save(factorization, "ref")
-    context = multiprocessing.get_context(way)
-    results = context.Queue()
-    workers = [context.Process(target=_digest, args=(store, results)) for _ in range(2)]
-    for worker in workers:
-        worker.start()
-    assert [results.get(timeout=60) for _ in workers] == [saved.digest] * 2
-    for worker in workers:
-        worker.join()
+    with ProcessPoolExecutor(2, multiprocessing.get_context(way)) as pool:
+        loads = [pool.submit(store.load, "ref") for _ in range(4)]
+        assert all(same(load.result(timeout=60), saved) for load in loads)
 
 
 def test_failing_machines(s3, factorization, tmp_path, monkeypatch):

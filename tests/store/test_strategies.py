@@ -93,7 +93,9 @@ def test_a_large_one(same, dtype):
     g, decay, q = (random.uniform(0, 0.4, (n, r)).astype(dtype) for _ in range(3))
     strategy = BufferedStrategy(c, g, decay, q)
     base = format.from_factorization(compile(workload.prefix_sum(N), Options(tolerance=1e-2)))
-    certificate = replace(base.certificate, n=n, sensitivity=strategy.sensitivity(base.participation))
+    loss, max_error = strategy.errors(workload.prefix_sum(n), base.participation)
+    sensitivity = strategy.sensitivity(base.participation)
+    certificate = replace(base.certificate, n=n, sensitivity=sensitivity, loss=loss, max_error=max_error)
     artifact = replace(
         base,
         workload=workload.prefix_sum(n),

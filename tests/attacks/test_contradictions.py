@@ -1,40 +1,26 @@
-"""Forged files of the recursive strategies (schema 2): refused with a typed error, quickly and in bounded memory.
+"""Specs and arrays that contradict themselves or each other, under digests that fit: refused with a typed error.
 
-Every forgery carries digests that fit. `format.decode` may raise nothing but ArtifactCorrupt and ArtifactVersionError.
+Digests that fit prove nothing about sense; a reader that trusts them trains with another workload. `format.decode` may
+raise nothing but ArtifactCorrupt and ArtifactVersionError.
 """
 
 from __future__ import annotations
 
 import math
-import zlib
 from pathlib import Path
 
-import h5py
 import numpy as np
 import pytest
 
-from mmfact.factorize import workload
-from mmfact.factorize.compiler import Options, compile
+from attacks.forgery import BAND, BUFFERS, RANK, removing, setting
+from attacks.forgery import STEPS as N
 from mmfact.factorize.errors import ArtifactCorrupt, ArtifactVersionError
 from mmfact.store import format
 
 HERE = Path("foreign.h5")
-N, BUFFERS, BAND, RANK = 12, 2, 3, 2
 NAN, INF = math.nan, math.inf
 
 recursive = pytest.mark.parametrize("kind", ["buffered", "banded-low-rank"])
-
-
-@pytest.fixture(scope="module")
-def forgers(forge_from):
-    work = workload.momentum(N)
-    options = {
-        "buffered": Options(buffers=BUFFERS, tolerance=0.5, dtype="float64"),
-        "banded-low-rank": Options(
-            strategy="banded-low-rank", bandwidth=BAND, rank=RANK, tolerance=0.5, dtype="float64"
-        ),
-    }
-    return {kind: forge_from(compile(work, chosen)) for kind, chosen in options.items()}
 
 
 def refused(data, logical, **options):
@@ -42,11 +28,221 @@ def refused(data, logical, **options):
         format.decode(data, HERE, logical)
 
 
-@recursive
-def test_the_forger_is_honest_when_nothing_is_forged(forgers, same, kind):
-    """Otherwise every test below would pass for the wrong reason."""
-    data, logical = forgers[kind].build()
-    assert same(format.decode(data, HERE, logical), forgers[kind].artifact)
+# --- any strategy: the spec ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        b" ",
+        b"{}",
+        b"null",
+        b"[]",
+        b'"mmfact-artifact"',
+        b"\xff\xfe\x00",
+        b'{"format": "mmfact-artifact"}',
+        b'{"format": "mmfact-artifact", "schema_version": 1}',
+        b'{"format": "mmfact-artifact", "schema_version": 1, "datasets": {}}',
+        b'{"format": "mmfact-artifact", "schema_version": 1, "datasets": []}',
+        b'{"format": "something else", "schema_version": 1, "datasets": {}}',
+        b"[" * 500_000,
+        b'{"format": "mmfact-artifact", "schema_version": ' + b"1" * 5000 + b"}",
+        b" " * (2 << 20),
+    ],
+    ids=lambda spec: f"{spec[:60]!r}, {len(spec)}",
+)
+def test_spec_that_is_no_spec(forger, spec):
+    with pytest.raises(ArtifactCorrupt):
+        format.decode(forger.write(spec, {}), HERE)
+
+
+@pytest.mark.parametrize("version", [3, 999, 10**18])
+def test_newer_schema_of_a_dense_one(forger, version):
+    """A file of a later mmfact is not damage: the message says to upgrade."""
+    data, logical = forger.build(setting("schema_version", version))
+    with pytest.raises(ArtifactVersionError, match="Upgrade mmfact"):
+        format.decode(data, HERE, logical)
+
+
+@pytest.mark.parametrize("version", ["1", True, 1.0, 0, -1, None, [1], NAN])
+def test_schema_version_that_is_no_version(forger, version):
+    data, logical = forger.build(setting("schema_version", version))
+    with pytest.raises(ArtifactCorrupt, match=r"schema version|NaN"):
+        format.decode(data, HERE, logical)
+
+
+SPECS = {
+    "workload missing": removing("workload"),
+    "certificate missing": removing("certificate"),
+    "participation missing": removing("participation"),
+    "strategy missing": removing("strategy"),
+    "provenance missing": removing("provenance"),
+    "workload a list": setting("workload", []),
+    "unknown workload": setting("workload", "kind", "nesterov"),
+    "another workload": setting("workload", "kind", "sgd"),
+    "custom without matrix": setting("workload", "kind", "custom"),
+    "horizon too long": setting("workload", "n", 4),
+    "horizon too short": setting("workload", "n", 2),
+    "horizon zero": setting("workload", "n", 0),
+    "horizon not whole": setting("workload", "n", 3.0),
+    "horizon true": setting("workload", "n", True),
+    "horizon immense": setting("workload", "n", 10**400),
+    "beta one": setting("workload", "beta", 1.0),
+    "beta negative": setting("workload", "beta", -0.1),
+    "beta text": setting("workload", "beta", "0.9"),
+    "beta immense": setting("workload", "beta", 10**400),
+    "weight decay negative": setting("workload", "weight_decay", -1.0),
+    "weight decay immense": setting("workload", "weight_decay", 10**400),
+    "ema one": setting("workload", "ema", 1.0),
+    "schedule no text": setting("workload", "schedule", ["cooldown"]),
+    "schedule number": setting("workload", "schedule", 5),
+    "unknown decay kind": setting("workload", "weight_decay_kind", "both"),
+    "extra parameter": setting("workload", "nesterov", True),
+    "matrix smuggled in": setting("workload", "matrix", [[1.0]]),
+    "unknown participation": setting("participation", "kind", "cyclic"),
+    "participation extra": setting("participation", "separation", 4),
+    "unknown strategy": setting("strategy", "kind", "buffered"),
+    "strategy text": setting("strategy", "dense"),
+    "provenance no object": setting("provenance", 5),
+    "dataset without digest": removing("datasets", "multipliers", "sha256"),
+    "dataset wrong digest": setting("datasets", "multipliers", "sha256", "0" * 64),
+    "dataset wrong shape": setting("datasets", "multipliers", "shape", [4]),
+    "dataset no object": setting("datasets", "multipliers", 3),
+    "dataset unlisted": removing("datasets", "multipliers"),
+    "dataset not there": setting("datasets", "matrix", {"shape": [6], "dtype": "<f8", "sha256": "0" * 64}),
+}
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_spec_that_contradicts_itself_or_its_data(forger, name):
+    """Digests that fit prove nothing about sense; a reader that trusts them trains with another workload."""
+    data, logical = forger.build(SPECS[name])
+    with pytest.raises(ArtifactCorrupt):
+        format.decode(data, HERE, logical)
+
+
+NUMBERS = [
+    ("certificate", "loss"),
+    ("certificate", "lower_bound"),
+    ("certificate", "excess"),
+    ("certificate", "sensitivity"),
+    ("certificate", "max_error"),
+    ("certificate", "residual"),
+    ("certificate", "quadrature_error"),
+    ("certificate", "rounding"),
+    ("workload", "beta"),
+    ("workload", "ema"),
+    ("workload", "weight_decay"),
+    ("workload", "n"),
+    ("provenance", "options"),
+]
+
+
+@pytest.mark.parametrize("value", [NAN, INF, -INF], ids=str)
+@pytest.mark.parametrize("where", NUMBERS, ids=".".join)
+def test_numbers_that_are_none(forger, where, value):
+    """NaN compares false with everything, so it passes checks written the wrong way round (and breaks --json)."""
+    data, logical = forger.build(setting(*where, value))
+    with pytest.raises(ArtifactCorrupt):
+        format.decode(data, HERE, logical)
+
+
+@pytest.mark.parametrize("factor", [0.0, 0.5, 1 - 1e-8, 1 + 1e-8, 2.0, -1.0])
+def test_wrong_sensitivity_of_a_dense_one(forger, factor):
+    """An understated sensitivity would scale the noise down."""
+    value = forger.spec["certificate"]["sensitivity"] * factor
+    data, logical = forger.build(setting("certificate", "sensitivity", value))
+    with pytest.raises(ArtifactCorrupt, match="sensitivity"):
+        format.decode(data, HERE, logical)
+
+
+@pytest.mark.parametrize(
+    "certificate",
+    [
+        {"excess": 0.0},
+        {"excess": 1.0},
+        {"excess": None},
+        {"lower_bound": 1e9},
+        {"lower_bound": 0.0},
+        {"lower_bound": -1.0},
+        {"lower_bound": 5e-324, "excess": INF},
+        {"loss": 1.0},
+        {"loss": 1e9},
+        {"n": 4},
+        {"n": 3.0},
+        {"loss": "20"},
+        {"iterations": 1.5},
+        {"iterations": True},
+        {"fell_back": 0},
+        {"method": 3},
+        {"unknown": 3},
+    ],
+    ids=str,
+)
+def test_certificate_that_contradicts_itself(forger, certificate):
+    """Loss, lower bound and excess belong together; a certificate that disagrees with itself is none."""
+    data, logical = forger.build(lambda spec: spec["certificate"].update(certificate))
+    with pytest.raises(ArtifactCorrupt):
+        format.decode(data, HERE, logical)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["n", "loss", "lower_bound", "excess", "sensitivity", "sensitivity_kind", "max_error", "residual", "fell_back"],
+)
+def test_certificate_with_a_gap(forger, name):
+    data, logical = forger.build(removing("certificate", name))
+    with pytest.raises(ArtifactCorrupt):
+        format.decode(data, HERE, logical)
+
+
+# --- any strategy: the arrays ----------------------------------------------------------------------
+
+ARRAYS = {
+    "zero rate": {"learning_rates": np.array([1.0, 0.0, 1.0])},
+    "negative rate": {"learning_rates": np.array([1.0, -1.0, 1.0])},
+    "NaN rate": {"learning_rates": np.array([1.0, NAN, 1.0])},
+    "infinite rate": {"learning_rates": np.array([1.0, INF, 1.0])},
+    "too few rates": {"learning_rates": np.ones(2)},
+    "zero multiplier": {"multipliers": np.array([1.0, 0.0, 1.0])},
+    "negative multiplier": {"multipliers": np.array([1.0, -1.0, 1.0])},
+    "NaN multiplier": {"multipliers": np.array([1.0, NAN, 1.0])},
+    "infinite multiplier": {"multipliers": np.array([1.0, INF, 1.0])},
+    "too many multipliers": {"multipliers": np.ones(4)},
+    "no triangle": {"strategy.packed": np.ones(5)},
+    "smaller triangle": {"strategy.packed": np.array([1.0, 0.0, 1.0])},
+    "zero diagonal": {"strategy.packed": np.array([1.0, 0.5, 0.0, 0.5, 0.5, 1.0])},
+    "negative diagonal": {"strategy.packed": np.array([1.0, 0.5, -1.0, 0.5, 0.5, 1.0])},
+    "NaN coefficient": {"strategy.packed": np.array([1.0, NAN, 1.0, 0.5, 0.5, 1.0])},
+    "bytes for coefficients": {"strategy.packed": np.ones(6, np.uint8)},
+    "no strategy": {"strategy.packed": None},
+    "no rates": {"learning_rates": None},
+    "no multipliers": {"multipliers": None},
+    "both matrix and rates": {"matrix": np.ones(6)},
+    "data nothing refers to": {"strategy.lambda": np.ones(3)},
+}
+
+
+@pytest.mark.parametrize("name", ARRAYS)
+def test_arrays_of_a_dense_one_that_make_no_sense(forger, name):
+    """Every array is re-validated: a rate of zero divides by zero, a zero on C's diagonal cannot be streamed."""
+    data, logical = forger.build(arrays=ARRAYS[name])
+    with pytest.raises(ArtifactCorrupt):
+        format.decode(data, HERE, logical)
+
+
+@pytest.mark.parametrize(
+    "matrix",
+    [[1.0, 1.0, 1.0], [1.0, 1.0, 0.0, 1.0, 1.0, 1.0], [1.0, NAN, 1.0, 1.0, 1.0, 1.0], [1.0] * 5],
+    ids=["2 x 2", "singular", "NaN", "no triangle"],
+)
+def test_custom_matrix_that_makes_no_sense(forger, matrix):
+    def custom(spec):
+        spec["workload"].update(kind="custom", beta=0.0)
+
+    data, logical = forger.build(custom, arrays={"learning_rates": None, "matrix": np.array(matrix)})
+    with pytest.raises(ArtifactCorrupt):
+        format.decode(data, HERE, logical)
 
 
 # --- the strategy's entry --------------------------------------------------------------------------
@@ -112,7 +308,7 @@ def test_a_schema_version_that_did_not_have_it(forgers, kind, version):
 
 
 @recursive
-@pytest.mark.parametrize("version", [3, 10**30])
+@pytest.mark.parametrize("version", [3, 10**18])
 def test_a_newer_schema(forgers, kind, version):
     data, logical = forgers[kind].build(lambda spec: spec.update(schema_version=version))
     with pytest.raises(ArtifactVersionError, match="Upgrade"):
@@ -301,227 +497,3 @@ def test_a_band_whose_strategy_overflows(forgers):
         band[:, 0], band[1:, 1] = diagonal, below
         data, logical = forger.build(arrays={"strategy.band": band})
         refused(data, logical)
-
-
-# --- the HDF5 file ---------------------------------------------------------------------------------
-
-
-def again(name, **options):
-    """An edit of the file: the dataset created again with other properties."""
-
-    def edit(file):
-        data = options.pop("data", None)
-        data = file[name][...] if data is None else data
-        del file[name]
-        file.create_dataset(name, data=data, **options)
-
-    return edit
-
-
-@pytest.mark.parametrize("chunks", [(1, 1), (N, 1), (1, BUFFERS), (5, 2), (7, 1)], ids=str)
-def test_chunks_of_another_shape_change_nothing(forgers, same, chunks):
-    """Refused, or read as it is: the shape of chunks carries no meaning."""
-    forger = forgers["buffered"]
-    data, logical = forger.build(file=again("strategy.g", chunks=chunks, compression="gzip", fletcher32=True))
-    try:
-        read = format.decode(data, HERE, logical)
-    except ArtifactCorrupt:
-        return
-    assert same(read, forger.artifact)
-
-
-def resizable(chunks):
-    """A dataset of the right shape whose chunks are larger than itself; nothing is written into them."""
-
-    def edit(file):
-        del file["strategy.g"]
-        file.create_dataset(
-            "strategy.g", shape=(N, BUFFERS), dtype="<f8", chunks=chunks, maxshape=(None, None), compression="gzip"
-        )
-
-    return edit
-
-
-def squeezed_chunk(length):
-    """The honest shape, but the only chunk unpacks to `length` zero bytes."""
-
-    def edit(file):
-        shape = file["strategy.q"].shape
-        del file["strategy.q"]
-        dataset = file.create_dataset("strategy.q", shape=shape, dtype="<f8", chunks=shape, compression="gzip")
-        squeezer, block, left = zlib.compressobj(9), bytes(1 << 20), length
-        parts = []
-        while left > 0:
-            parts.append(squeezer.compress(block[: min(left, len(block))]))
-            left -= len(block)
-        dataset.id.write_direct_chunk((0, 0), b"".join(parts) + squeezer.flush())
-
-    return edit
-
-
-STRUCTURES = {
-    "contiguous": again("strategy.g"),
-    "compact filter": again("strategy.g", chunks=(N, BUFFERS), compression="lzf"),
-    "scale-offset": again("strategy.g", chunks=(N, BUFFERS), scaleoffset=3),
-    "chunk of 2^28 elements": resizable((1 << 14, 1 << 14)),
-    "chunk of 2^17 elements in one row": resizable((1, 1 << 17)),
-    "chunk of 2^30 elements in one column": resizable((1 << 28, 1)),
-    "chunk that unpacks to 512 MiB": squeezed_chunk(512 << 20),
-    "chunk that unpacks to one byte more": squeezed_chunk(8 * N * BUFFERS + 1),
-    "chunk that unpacks to one byte less": squeezed_chunk(8 * N * BUFFERS - 1),
-    "chunk that unpacks to nothing": squeezed_chunk(0),
-    "a virtual dataset": lambda file: _virtual(file),
-    "a link": lambda file: (
-        file.move("strategy.g", "strategy.decay2"),
-        file.__setitem__("strategy.g", h5py.SoftLink("/strategy.q")),
-    ),
-    "an attribute": lambda file: file["strategy.g"].attrs.__setitem__("note", 1),
-    "no chunk written": lambda file: (
-        file.__delitem__("strategy.g"),
-        file.create_dataset("strategy.g", shape=(N, BUFFERS), dtype="<f8", chunks=(N, BUFFERS), compression="gzip"),
-    ),
-}
-
-
-def _virtual(file):
-    layout = h5py.VirtualLayout(shape=(N, BUFFERS), dtype="<f8")
-    layout[:] = h5py.VirtualSource("/tmp/other.h5", "strategy.g", shape=(N, BUFFERS))
-    del file["strategy.g"]
-    file.create_virtual_dataset("strategy.g", layout)
-
-
-@pytest.mark.parametrize("name", STRUCTURES)
-def test_structures_that_artifacts_do_not_have(forgers, name):
-    data, logical = forgers["buffered"].build(file=STRUCTURES[name])
-    assert len(data) < 2 << 20
-    refused(data, logical)
-
-
-# --- size ------------------------------------------------------------------------------------------
-
-# VmHWM and not ru_maxrss, which a child inherits from pytest. One child measures all, each from its own start.
-MEASURE = r"""
-import re, sys
-from pathlib import Path
-def peak(): return int(re.search(r"VmHWM:\s*(\d+)", Path("/proc/self/status").read_text())[1]) / 1024
-from mmfact.factorize.errors import ArtifactCorrupt
-from mmfact.store import format
-for name in sys.argv[1:]:
-    data = Path(name).read_bytes()
-    Path("/proc/self/clear_refs").write_text("5")
-    before = peak()
-    try:
-        format.decode(data, Path("bomb.h5"), Path(name).stem)
-    except ArtifactCorrupt:
-        print(peak() - before)
-    except BaseException as error:
-        print(type(error).__name__, error)
-"""
-
-
-def calling_for(n, **strategy):
-    """An edit of the spec, listed shapes too: a horizon and parameters that the arrays in the file do not have."""
-
-    def edit(spec):
-        spec["workload"]["n"] = n
-        spec["strategy"].update(strategy)
-        spec["certificate"]["n"] = n
-        for name, entry in spec["datasets"].items():
-            if len(entry["shape"]) == 1:
-                entry["shape"] = [n]
-            else:
-                width = (
-                    strategy["bandwidth" if name.endswith("band") else "rank"]
-                    if "rank" in strategy
-                    else strategy["buffers"]
-                )
-                entry["shape"] = [n, width]
-
-    return edit
-
-
-def unwritten(n, width):
-    """An edit of the file: arrays of that shape, of which no element is stored."""
-
-    def edit(file):
-        for name in ("strategy.g", "strategy.decay", "strategy.q"):
-            del file[name]
-            chunks = (max(1, min(n, (1 << 16) // width)), min(width, 1 << 16))
-            file.create_dataset(name, shape=(n, width), dtype="<f8", chunks=chunks, compression="gzip", fletcher32=True)
-
-    return edit
-
-
-BOMBS = {
-    "n = 2^24, 2^23 buffers": ("buffered", calling_for(1 << 24, buffers=1 << 23), None),
-    "the same, and so in the file": ("buffered", calling_for(1 << 24, buffers=1 << 23), unwritten(1 << 24, 1 << 23)),
-    "n = 2^24, 9 buffers": ("buffered", calling_for(1 << 24, buffers=9), unwritten(1 << 24, 9)),
-    "n = 2^24, 8 buffers, small arrays": ("buffered", calling_for(1 << 24, buffers=8), None),
-    "n = 2^25": ("buffered", calling_for(1 << 25, buffers=1), unwritten(1 << 25, 1)),
-    "large in the file only": ("buffered", None, unwritten(1 << 24, 8)),
-    "wide in the file only": ("buffered", None, unwritten(N, 1 << 24)),
-    "band of 8192 in 8192": ("banded-low-rank", calling_for(8192, bandwidth=8192, rank=8192), None),
-    "banded, n = 2^24": ("banded-low-rank", calling_for(1 << 24, bandwidth=1 << 20, rank=1 << 20), None),
-    "a chunk of 512 MiB": ("buffered", None, squeezed_chunk(512 << 20)),
-}
-
-
-def test_small_files_that_call_for_terabytes(forgers, python, tmp_path):
-    """Declared sizes are checked before anything is allocated: none of them may take 100 MiB to refuse."""
-    paths = []
-    for kind, spec, file in BOMBS.values():
-        edits = {"edit": spec} if spec else {}
-        data, logical = forgers[kind].build(**edits, **({"file": file} if file else {}))
-        assert len(data) < 2 << 20
-        paths.append(tmp_path / f"{logical}")
-        paths[-1] = paths[-1].with_name(f"{logical}.{len(paths)}")
-        paths[-1].write_bytes(data)
-    out, err = python(MEASURE, *paths).communicate(timeout=300)
-    lines = out.splitlines()
-    assert len(lines) == len(BOMBS), err[-300:]
-    for name, line in zip(BOMBS, lines, strict=True):
-        assert line.replace(".", "").replace("-", "").isdigit(), f"{name}: {line}"
-        assert float(line) < 100, f"{name}: refusing took {line} MiB"
-
-
-def test_arrays_that_are_not_there_are_refused_before_they_are_made(forgers, python, tmp_path):
-    """20 KiB of file whose spec calls, within all limits, for 108 MiB of which no chunk is stored.
-
-    3.4 GiB can be called for so (n = 2^24, 8 buffers); an artifact of mmfact stores every chunk.
-    """
-    forger, n = forgers["buffered"], 1 << 19
-
-    def file(hdf5):
-        unwritten(n, 8)(hdf5)
-        for name in ("strategy.c", "learning_rates", "multipliers"):
-            del hdf5[name]
-            hdf5.create_dataset(name, shape=(n,), dtype="<f8", chunks=(1 << 16,), compression="gzip", fillvalue=1.0)
-
-    data, logical = forger.build(calling_for(n, buffers=8), file=file)
-    path = tmp_path / f"{logical}.1"
-    path.write_bytes(data)
-    assert len(data) < 20_000
-    out, err = python(MEASURE, path).communicate(timeout=120)
-    assert out, err[-300:]
-    assert float(out) < 100, f"refusing took {out.strip()} MiB"
-
-
-# --- damage ----------------------------------------------------------------------------------------
-
-
-@recursive
-def test_flips_past_the_outer_digest_change_nothing_silently(forgers, same, kind):
-    """One bit of 250 bytes in turn: refused by a typed error, or the artifact equals the original."""
-    forger = forgers[kind]
-    random = np.random.default_rng(17)
-    refusals = 0
-    for position in random.choice(len(forger.data), 250, replace=False):
-        damaged = bytearray(forger.data)
-        damaged[position] ^= 1 << random.integers(0, 8)
-        try:
-            artifact = format.decode(bytes(damaged), HERE, forger.artifact.digest)
-        except (ArtifactCorrupt, ArtifactVersionError):
-            refusals += 1
-        else:
-            assert same(artifact, forger.artifact), f"a flip at byte {position} changed what was read"
-    assert refusals > 15
