@@ -19,6 +19,7 @@ from mmfact.store import store as stores
 
 SMALL = ("compile", "--workload", "sgd", "--n", 3)
 DENSE = ("--strategy", "dense")
+DENSE = ("--strategy", "dense")
 LOW_RANK = ("--strategy", "banded-low-rank")
 
 
@@ -262,12 +263,20 @@ def test_inspect_of_a_damaged_file(mmfact, damaged, command, json):
 
 def test_compile_over_a_damaged_file(mmfact, damaged):
     """It is moved away, that is said, and the artifact is made again."""
-    ran = mmfact(*SMALL, "--name", "ref", "--store", damaged)
+    ran = mmfact(*SMALL, *DENSE, "--name", "ref", "--store", damaged)
     assert ran.code == 0
     assert "is damaged" in ran.err
     assert "compiled again now" in ran.err
     assert len(list((damaged / "quarantine").iterdir())) == 1
     assert mmfact("verify", "ref", "--store", damaged).code == 0
+
+
+def test_compile_something_else_over_a_damaged_file(mmfact, damaged):
+    """Nobody knows any more what the ref stood for: it is not given to another artifact."""
+    assert "mmfact remove ref" in mmfact(*SMALL, "--name", "ref", "--store", damaged).err
+    assert mmfact("verify", "ref", "--store", damaged).code == 1
+    assert mmfact("remove", "ref", "--store", damaged).code == 0
+    assert mmfact(*SMALL, "--name", "ref", "--store", damaged).code == 0
 
 
 def test_compile_over_a_damaged_file_after_removing_it(mmfact, damaged):
@@ -280,7 +289,7 @@ def test_compile_over_a_damaged_file_after_removing_it(mmfact, damaged):
 
 def test_compile_under_another_name_over_a_damaged_file(mmfact, damaged):
     """Same content, same file name: exit 0 must mean that it can be loaded."""
-    assert mmfact(*SMALL, "--name", "other", "--store", damaged).code == 0
+    assert mmfact(*SMALL, *DENSE, "--name", "other", "--store", damaged).code == 0
     assert mmfact("verify", "other", "--store", damaged).code == 0
     assert mmfact("verify", "ref", "--store", damaged).code == 0
 

@@ -199,5 +199,5 @@ def test_progress_names_the_stages(script: Path, vault: Path, terminal: Any) -> 
     code, out, text = terminal((script, "selftest", "sgd", "--json", "--store", vault))
     assert code == 0
     assert out.startswith("{")
-    assert "testing sgd: starting" in text
+    assert "testing sgd: streaming" in text
     assert "testing sgd: testing: " in text
