@@ -243,6 +243,18 @@ def test_same_gradients_in_other_parts_and_units(library: str) -> None:
 # --- rounding ------------------------------------------------------------------------------------------
 
 
+@numeric
+@pytest.mark.parametrize(("ratio", "works_in"), [(1.5e-2, "float32"), (1e-5, "float64")])
+def test_in_float32_only_where_that_is_as_good(library: str, ratio: float, works_in: str) -> None:
+    """Just on one side of the energy / lambda_k up to which vectors are combined in float32, and far on the other."""
+    P = gradients(60, 400, ratio).astype(np.float32)
+    V, values = dense(P, 60)
+    assert (values.sum() / values[59] <= 1e3) == (works_in == "float32")
+    found = whole(top_eigenspace(as_library(P, library, "float32"), 60))
+    assert between(found, V) <= 1e-6
+    assert off_orthonormal(found) <= 1e-6
+
+
 @solved
 def test_gram_is_in_float64(method: str) -> None:
     """A float32 Gram matrix has eigenvalues wrong by 1e-7 of the largest: worth nothing where the ratio is 1e-8."""
