@@ -146,6 +146,7 @@ def random_cases():
     return cases
 
 
+@pytest.mark.slow
 def test_random_workloads_agree(random_cases):
     """Two routes that share no code below the outer iteration find one optimum: bounds to 1e-9, losses too."""
     for case in random_cases:
@@ -153,6 +154,7 @@ def test_random_workloads_agree(random_cases):
         assert case.auto_loss == pytest.approx(case.dense_loss, rel=1e-7), case.w
 
 
+@pytest.mark.slow
 def test_random_workloads_bounds_are_bounds(random_cases):
     """Neither route's lower bound exceeds the loss that the other one's strategy really has."""
     for case in random_cases:
@@ -162,6 +164,7 @@ def test_random_workloads_bounds_are_bounds(random_cases):
         assert case.dense.lower_bound <= case.dense_loss, case.w
 
 
+@pytest.mark.slow
 def test_random_workloads_converge(random_cases):
     """Every one of them, to an excess of 1e-8 or better, in few evaluations."""
     for case in random_cases:
@@ -171,6 +174,7 @@ def test_random_workloads_converge(random_cases):
         assert case.auto.iterations <= 100, case.w
 
 
+@pytest.mark.slow
 def test_random_workloads_stay_structured(random_cases):
     """The dense fall-back is for rarities (none of these 200 when this was written)."""
     assert sum(case.auto.fell_back for case in random_cases) <= 4
