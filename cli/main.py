@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import math
 import signal
@@ -379,6 +380,9 @@ class AnswerIsNo(Exception):  # noqa: N818
 def main(arguments: list[str] | None = None) -> NoReturn:
     """Run the command line and exit; every expected failure is one message on stderr."""
     arguments = sys.argv[1:] if arguments is None else arguments
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # names of files may hold what the terminal's encoding has not
+            stream.reconfigure(errors="backslashreplace")
     # What Ctrl-C leaves half made inside a library may complain when it is thrown away: heard only without Ctrl-C.
     complaints: list[sys.UnraisableHookArgs] = []
     hook, sys.unraisablehook = sys.unraisablehook, complaints.append

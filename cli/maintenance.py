@@ -21,6 +21,10 @@ def remove_command(refs: tuple[str, ...], store: str, as_json: bool) -> None:
     from mmfact.store.store import ArtifactStore
 
     artifacts, removed = ArtifactStore(store), []
+    artifacts.check_removable()
+    for ref in refs:  # all are there, or none is removed
+        if not artifacts.has(ref):
+            artifacts.load(ref)  # says what it looks like
     for ref in refs:
         removed.append({"ref": ref, "artifact": artifacts.remove(ref) or None})
         if not as_json:
@@ -52,6 +56,7 @@ def gc_command(dry_run: bool, older_than: float, store: str, as_json: bool) -> N
     """
     from mmfact.cli import render
     from mmfact.store.gc import collect
+    from mmfact.store.schema import shown
     from mmfact.store.store import ArtifactStore
 
     found = collect(ArtifactStore(store), older_than=older_than, dry_run=dry_run)
@@ -68,7 +73,7 @@ def gc_command(dry_run: bool, older_than: float, store: str, as_json: bool) -> N
         )
         return
     for name in (*found.leftovers, *found.unnamed):
-        click.echo(f"{'would remove' if dry_run else 'removed'} {name}")
+        click.echo(f"{'would remove' if dry_run else 'removed'} {shown(name, 200)}")
     count = len(found.leftovers) + len(found.unnamed)
     done = "would be removed" if dry_run else "removed"
     click.echo(f"{count} file{'s' * (count != 1)} {done}, {render.size(found.size)}")
@@ -88,7 +93,7 @@ def migrate_command(refs: tuple[str, ...], name: str | None, store: str, as_json
     Example: mmfact migrate
              mmfact migrate momentum-n2048 --name momentum-new
     """
-    from mmfact.factorize.errors import RefError
+    from mmfact.factorize.errors import ArtifactError, RefError
     from mmfact.store.artifact import SCHEMA_VERSION
     from mmfact.store.migration import migrate, migrated_ref
     from mmfact.store.store import ArtifactStore
@@ -97,14 +102,22 @@ def migrate_command(refs: tuple[str, ...], name: str | None, store: str, as_json
         raise RefError(f"--name {name!r} is for one artifact; give one REF, or leave --name out")
     artifacts = ArtifactStore(store)
     lines: list[dict[str, Any]] = []
+    failed: list[str] = []
     for ref in refs or artifacts.refs():
-        made = migrate(artifacts, ref, name)
+        try:
+            made = migrate(artifacts, ref, name)
+        except ArtifactError as error:  # the others are none the worse for it
+            failed.append(str(error))
+            continue
         if made is not None:
             lines.append({"ref": ref, "migrated": name or migrated_ref(ref), "digest": made.digest})
+    if failed:
+        done = f"; migrated: {', '.join(line['ref'] for line in lines)}" if lines else ""
+        raise ArtifactError(f"{'; '.join(failed)}{done}")
     if as_json:
         _print_json({"store": store, "schema_version": SCHEMA_VERSION, "migrated": lines})
         return
     for line in lines:
         click.echo(f"{line['ref']} is now also {line['migrated']}, in version {SCHEMA_VERSION}")
     if not lines:
-        click.echo(f"nothing to do: all have version {SCHEMA_VERSION}, the newest")
+        click.echo(f"nothing to do: all have version {SCHEMA_VERSION}, the newest, or are migrated already")

@@ -81,7 +81,11 @@ def read_factors(path: Path) -> dict[str, npt.NDArray[Any]]:
     try:
         with zipfile.ZipFile(path) as archive:
             members = {member.filename.removesuffix(".npy"): member for member in archive.infolist()}
+            if len(members) != len(archive.infolist()):
+                raise WorkloadError(f"{path} holds two arrays of one name; leave one out")
             found = [name for name in _KNOWN if name in members]
+            if "C" in found and any(name.startswith(_PREFIX) for name in found):
+                raise WorkloadError(f"{path} holds C and a strategy's coefficients; leave one of them out")
             if len(members) == 1 and not found:
                 found = list(members)
             arrays = {}

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,8 +47,12 @@ class Folder(Protocol):
         """Put if absent; False when the name is taken."""
         ...
 
-    def fetch(self, name: str, sha256: str) -> Path:
-        """A local file of this content, which the caller checks."""
+    def exists(self, name: str) -> bool:
+        """Whether anything has that name, whatever it is."""
+        ...
+
+    def fetch(self, name: str, sha256: str, fresh: bool = False) -> Path:
+        """A local file of this content, which the caller checks; if `fresh`, no copy from before."""
         ...
 
     def read(self, name: str) -> bytes:
@@ -60,8 +65,12 @@ class Folder(Protocol):
 
     def stat(self, name: str) -> Stat: ...
 
-    def move(self, name: str, target: str) -> None:
-        """Give a file another name, which must be free (`FileExistsError`)."""
+    def take(self, name: str, target: str) -> None:
+        """Give whatever has that name now another one, which nobody else uses."""
+        ...
+
+    def put_back(self, name: str, target: str) -> None:
+        """Give a file, of a name that nobody else uses, another one, which must be free (`FileExistsError`)."""
         ...
 
     def remove(self, name: str) -> None: ...
@@ -72,7 +81,13 @@ class Directory:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        if path.exists() and not path.is_dir():
+        try:
+            taken = path.exists() and not path.is_dir()
+        except (OSError, ValueError) as error:
+            raise StoreError(
+                f"{str(path)!r:.200} cannot be a store ({error!r:.200}); choose another directory"
+            ) from error
+        if taken:
             raise StoreError(f"the store {path} is a file; a store is a directory, choose another with --store")
 
     @property
@@ -94,14 +109,15 @@ class Directory:
     def publish(self, name: str, data: bytes) -> bool:
         return publish(self.path / name, data)
 
-    def fetch(self, name: str, sha256: str) -> Path:
-        path = self.path / name
-        with self._failing(name):
-            if not path.is_file():
-                raise FileNotFoundError(path)
-        return path
+    def exists(self, name: str) -> bool:
+        return os.path.lexists(self.path / name)
+
+    def fetch(self, name: str, sha256: str, fresh: bool = False) -> Path:
+        self.stat(name)
+        return self.path / name
 
     def read(self, name: str) -> bytes:
+        self.stat(name)
         with self._failing(name), (self.path / name).open("rb") as file:
             return file.read(LARGEST_SMALL_FILE)
 
@@ -113,14 +129,26 @@ class Directory:
                 return []
 
     def stat(self, name: str) -> Stat:
+        path = self.path / name
         with self._failing(name):
-            found = (self.path / name).stat()
+            if path.is_symlink() and not path.exists():
+                raise StoreError(f"{path} is a broken link; remove it")
+            found = path.stat()
+        if not stat.S_ISREG(found.st_mode):  # opening a pipe would wait for ever
+            raise StoreError(f"{path} is no file; remove it")
         return Stat(found.st_size, found.st_mtime)
 
-    def move(self, name: str, target: str) -> None:
+    def take(self, name: str, target: str) -> None:
         source, goal = self.path / name, self.path / target
         with self._failing(name):
+            if source.is_symlink():
+                raise StoreError(f"{source} is a link; replace it by a file of the store")
             goal.parent.mkdir(exist_ok=True)
+            os.rename(source, goal)  # one step: a link and an unlink could remove what was saved in between
+
+    def put_back(self, name: str, target: str) -> None:
+        source, goal = self.path / name, self.path / target
+        with self._failing(name):
             try:
                 os.link(source, goal)
             except OSError as error:

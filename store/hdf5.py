@@ -26,6 +26,7 @@ _SIGNATURE = b"\x89HDF\r\n\x1a\n"
 _SHUFFLE, _GZIP, _FLETCHER = 2, 1, 3
 _CHECKSUM = 4  # bytes that fletcher32 puts behind a chunk
 _MOST_OBJECTS = 64  # an artifact has 7 datasets at most
+_MOST_MESSAGES = 32  # of a header; artifacts have 6
 _LONGEST_NAME = 64
 _DEEPEST = 3  # levels of a B-tree: one of two has room for 4,096 chunks
 
@@ -187,6 +188,8 @@ def _messages(data: bytes, address: int, name: str, known: set[int]) -> dict[int
     version, _, count, _, size = _unpack(data, address, "BBHII")
     if version != 1:
         raise LayoutError(f"{name} has an HDF5 object header of version {version}; artifacts have 1")
+    if count > _MOST_MESSAGES:  # they may be listed in a circle
+        raise LayoutError(f"{name} has {count} HDF5 header messages; artifacts have 6")
     found: dict[int, bytes] = {}
     place, end = address + 16, address + 16 + size
     blocks: list[tuple[int, int]] = []

@@ -26,7 +26,7 @@ def migrate(store: ArtifactStore, ref: str, name: str | None = None) -> Artifact
     Returns
     -------
     Artifact or None
-        None if `ref` has the newest version already.
+        None if `ref` has the newest version already, or was migrated to `name` before.
 
     Raises
     ------
@@ -40,4 +40,7 @@ def migrate(store: ArtifactStore, ref: str, name: str | None = None) -> Artifact
     artifact = store.load(ref)
     if artifact.schema_version == SCHEMA_VERSION:
         return None
-    return store.publish(format.renewed(artifact), migrated_ref(ref) if name is None else name)
+    made, name = format.renewed(artifact), migrated_ref(ref) if name is None else name
+    if store.has(name) and not store.lost(name) and store.load(name).digest == made.digest:
+        return None
+    return store.publish(made, name)

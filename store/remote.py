@@ -58,6 +58,15 @@ class Remote:
     def __init__(self, url: str, storage_options: Mapping[str, Any] | None = None) -> None:
         self._url, self._options = url.rstrip("/"), dict(storage_options or {})
         self._process, self._system = 0, None
+        try:
+            parts = urlsplit(self._url)
+        except ValueError as error:
+            raise StoreError(f"{url!r:.100} is not a URL ({error}); write s3://bucket/prefix") from error
+        if ":" in parts.netloc.rpartition("@")[0] or parts.query or parts.fragment:
+            raise StoreError(
+                f"the URL of {self.location} holds a password or a query, which messages and logs would show: put "
+                "secrets into the environment or into storage_options"
+            )
         _ = self._files
 
     def __repr__(self) -> str:
@@ -104,12 +113,21 @@ class Remote:
                 self._files.pipe_file(path, data, mode="create")
             except FileExistsError:
                 return False
+            except Exception:  # services differ in how they say that another was first
+                if self._files.exists(path):
+                    return False
+                raise
         return True
 
-    def fetch(self, name: str, sha256: str) -> Path:
+    def exists(self, name: str) -> bool:
+        with self._failing("read"):
+            self._files.invalidate_cache()
+            return bool(self._files.exists(self._path(name)))
+
+    def fetch(self, name: str, sha256: str, fresh: bool = False) -> Path:
         copy = cache_directory() / name
         try:
-            if hashlib.sha256(copy.read_bytes()).hexdigest() == sha256:
+            if not fresh and copy.is_file() and hashlib.sha256(copy.read_bytes()).hexdigest() == sha256:
                 return copy
             copy.unlink()
         except FileNotFoundError:
@@ -119,19 +137,15 @@ class Remote:
                 f"the copy {copy} of an artifact cannot be read: {error.strerror}; remove it, or choose another "
                 f"directory for copies with {CACHE_VARIABLE}"
             ) from error
-        size = self.stat(name).size
-        if size > format.LARGEST_FILE:
-            raise StoreError(f"{self._said(name)} has {size} bytes; no artifact is larger than {format.LARGEST_FILE}")
-        with self._failing("read"):
-            data = self._files.cat_file(self._path(name))
+        data = self._whole(name)
         try:
             copy.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
+            publish(copy, data)  # whoever comes first with the right bytes
+        except (OSError, StoreError) as error:
             raise StoreError(
-                f"{copy.parent}, for copies of remote artifacts, cannot be created: {error.strerror}; choose another "
-                f"directory with {CACHE_VARIABLE}"
+                f"the copy {copy} of an artifact cannot be written ({error.__cause__ or error}); free some space, "
+                f"or choose another directory with {CACHE_VARIABLE}"
             ) from error
-        publish(copy, data)  # whoever comes first with the right bytes
         return copy
 
     def read(self, name: str) -> bytes:
@@ -153,10 +167,16 @@ class Remote:
             path = self._path(name)
             return Stat(self._files.size(path), self._files.modified(path).timestamp())
 
-    def move(self, name: str, target: str) -> None:
-        with self._failing("read"):
-            data = self._files.cat_file(self._path(name))
-        if not self.publish(target, data):
+    def take(self, name: str, target: str) -> None:
+        data = self._whole(name)
+        self.publish(target, data)
+        if self._whole(name) != data:  # object stores cannot rename; this leaves a moment only
+            self.remove(target)
+            raise FileNotFoundError(self._said(name))
+        self.remove(name)
+
+    def put_back(self, name: str, target: str) -> None:
+        if not self.publish(target, self._whole(name)):
             raise FileExistsError(self._said(target))
         self.remove(name)
 
@@ -165,6 +185,13 @@ class Remote:
             if not self._files.exists(self._path(name)):
                 raise FileNotFoundError(self._said(name))
             self._files.rm_file(self._path(name))
+
+    def _whole(self, name: str) -> bytes:
+        size = self.stat(name).size
+        if size > format.LARGEST_FILE:
+            raise StoreError(f"{self._said(name)} has {size} bytes; no artifact is larger than {format.LARGEST_FILE}")
+        with self._failing("read"):
+            return bytes(self._files.cat_file(self._path(name)))
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}".rstrip("/")

@@ -11,10 +11,10 @@ from __future__ import annotations
 import contextlib
 import difflib
 import hashlib
-import itertools
 import json
 import os
 import re
+import secrets
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -36,6 +36,7 @@ DEFAULT_STORE = "artifacts"
 PROTECTED = "PROTECTED"
 QUARANTINE = "quarantine"
 ASIDE = f"{TEMPORARY_PREFIX}removed-"  # begins the name of an artifact that is about to be removed
+_LENGTH = 132  # of an artifact's file name
 _NAME = re.compile(r"([0-9a-f]{64})-([0-9a-f]{64})\.h5")
 _REF = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,199}")
 _DIGEST = re.compile(r"[0-9a-f]{8,64}")
@@ -83,6 +84,8 @@ class ArtifactStore:
 
     def __init__(self, path: str | Path | None = None, *, storage_options: Mapping[str, Any] | None = None) -> None:
         chosen = path if path is not None else os.environ.get("MMFACT_STORE") or DEFAULT_STORE
+        if not str(chosen):
+            raise StoreError("the name of the store is empty; give a directory or a URL")
         local = str(chosen).removeprefix("file://")
         remote = isinstance(chosen, str) and is_remote(local)
         if storage_options and not remote:
@@ -131,7 +134,7 @@ class ArtifactStore:
         name = f"{artifact.digest}-{hashlib.sha256(data).hexdigest()}.h5"
         format.decode(data, Path(name), artifact.digest)  # what cannot be read back is never published
         entry = {"artifact": name, "created": datetime.now(UTC).isoformat(timespec="seconds")}
-        damaged = None
+        damaged, created = None, False
         for _ in range(_ATTEMPTS):
             # Whatever another process removes between two steps is published again in the next round.
             with contextlib.suppress(ArtifactNotFound):
@@ -140,7 +143,7 @@ class ArtifactStore:
                 created = self.folder.publish(name, data)
                 if not created:
                     try:
-                        self._read(name)
+                        self._read(name, fresh=True)
                     except ArtifactCorrupt as error:  # it has made way for this one, if it could be moved
                         damaged = error
                         continue
@@ -156,6 +159,8 @@ class ArtifactStore:
                         self.discard(name)
                     return self._same(ref, artifact)
                 return replace(artifact, path=self._fetch(name))
+        if created:
+            self.discard(name)
         raise damaged or StoreError(
             f"{ref!r} is removed from {self.location} as fast as it is saved; save it again later"
         )
@@ -296,7 +301,7 @@ class ArtifactStore:
 
     def check_removable(self) -> None:
         """Raise `StoreError` if the store is protected."""
-        if PROTECTED in self.folder.names():
+        if self.folder.exists(PROTECTED):
             raise StoreError(
                 f"the store {self.location} is protected: nothing is removed from it. If that is no longer wanted, "
                 f"delete its file {PROTECTED}"
@@ -329,44 +334,40 @@ class ArtifactStore:
         """
         if name in self.named():
             return False
-        aside = ASIDE + name
+        aside = f"{ASIDE}{secrets.token_hex(8)}-{name}"
         try:
-            self.folder.move(name, aside)
-        except FileNotFoundError:  # another process is at it
+            self.folder.take(name, aside)
+        except FileNotFoundError:  # another process was first
             return True
-        except FileExistsError:  # another process is at it, or was killed at it, and then it was saved again
-            with contextlib.suppress(FileNotFoundError):
-                self.folder.remove(aside)
-            return self.discard(name)
         return self.finish_discard(aside)
 
     def finish_discard(self, aside: str) -> bool:
         """The second half of `discard`, also for what a killed process has left aside."""
-        name = aside.removeprefix(ASIDE)
+        name = aside[-_LENGTH:]
         with contextlib.suppress(FileNotFoundError):
             if name in self.named():
                 try:
-                    self.folder.move(aside, name)
+                    self.folder.put_back(aside, name)
                 except FileExistsError:
                     self.folder.remove(aside)
                 return False
             self.folder.remove(aside)
         return True
 
-    def _fetch(self, name: str) -> Path:
+    def _fetch(self, name: str, fresh: bool = False) -> Path:
         match = _NAME.fullmatch(name.rpartition("/")[2])
         if match is None:
             raise ArtifactNotFound(f"{name!r:.150} is not the name of an artifact")
         try:
-            return self.folder.fetch(name, match[2])
+            return self.folder.fetch(name, match[2], fresh)
         except FileNotFoundError as error:
             raise ArtifactNotFound(f"artifact {name[:16]}.. is not in the store {self.location}") from error
 
-    def _read(self, name: str) -> Artifact:
+    def _read(self, name: str, fresh: bool = False) -> Artifact:
         """Read an artifact of this store; move it to the quarantine if it is damaged."""
         with contextlib.suppress(_Damaged):
-            return read(self._fetch(name))
-        path = self._fetch(name)
+            return read(self._fetch(name, fresh))
+        path = self._fetch(name, fresh)
         try:
             return read(path)  # it was the reading that failed, or another process has mended it
         except _Damaged as error:
@@ -374,20 +375,19 @@ class ArtifactStore:
 
     def _quarantined(self, name: str) -> str:
         """Move it; say what was done."""
-        for number in itertools.count():
-            target = f"{QUARANTINE}/{name}" + (f".{number}" if number else "")
-            try:
-                self.folder.move(name, target)
-                if _whole(self.folder.fetch(target, name[65:129]), name):
-                    self.folder.move(target, name)  # another process had mended it
-                    return "It is whole again: load it once more"
-            except FileExistsError:
-                continue
-            except FileNotFoundError:
-                return "Another process has moved it meanwhile"
-            except StoreError as error:
-                return f"It could not be moved to the quarantine: {error}"
-            break
+        target = f"{QUARANTINE}/{name}.{secrets.token_hex(4)}"
+        try:
+            self.folder.take(name, target)
+            if _whole(self.folder.fetch(target, name[65:129]), name):  # another process had mended it
+                try:
+                    self.folder.put_back(target, name)
+                except FileExistsError:
+                    self.folder.remove(target)
+                return "It is whole again: load it once more"
+        except FileNotFoundError:
+            return "Another process has moved it meanwhile"
+        except StoreError as error:
+            return f"It could not be moved to the quarantine: {error}"
         return f"Nothing was used from it; it was moved to {self.location}/{QUARANTINE}"
 
     def _ref_name(self, ref: str) -> str:
@@ -419,7 +419,7 @@ class ArtifactStore:
             with contextlib.suppress(FileNotFoundError):
                 self.folder.stat(name)
                 return name
-            if ASIDE + name not in self.folder.names():
+            if not any(file.startswith(ASIDE) and file.endswith(name) for file in self.folder.names()):
                 break
             time.sleep(_PAUSE)  # it was about to be removed when it got this name, and comes back
         damaged = any(file.startswith(name) for file in self.folder.names(QUARANTINE))
@@ -435,7 +435,7 @@ class ArtifactStore:
 
 
 def read(path: Path) -> Artifact:
-    """Read one artifact file. Its digest is checked against its name before the HDF5 library sees it."""
+    """Read one artifact file. Its digest is checked against its name before anything in it is believed."""
     match = _NAME.fullmatch(path.name)
     if match is None:
         raise ArtifactCorrupt(

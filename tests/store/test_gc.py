@@ -81,7 +81,7 @@ def test_a_damaged_ref_stops_it(littered):
 
 
 def test_a_protected_store_loses_nothing(littered):
-    (littered.path / "PROTECTED").touch()
+    (littered.path / "PROTECTED").mkdir()  # whatever it is
     before = everything(littered)
     with pytest.raises(StoreError, match="delete its file PROTECTED"):
         collect(littered)
@@ -129,9 +129,9 @@ class Watched(Directory):
         self._step("publish")
         return super().publish(name, data)
 
-    def fetch(self, name, sha256):
+    def fetch(self, name, sha256, fresh=False):
         self._step("fetch")
-        return super().fetch(name, sha256)
+        return super().fetch(name, sha256, fresh)
 
     def read(self, name):
         self._step("read")
@@ -145,15 +145,17 @@ class Watched(Directory):
         self._step("stat")
         return super().stat(name)
 
-    def move(self, name, target):
-        self._step("move")
-        source, goal = self.path / name, self.path / target
-        if source.exists() and not goal.exists():  # its two halves apart
-            os.link(source, goal)
-            self._step("half moved")
-            source.unlink()
-        else:
-            super().move(name, target)
+    def exists(self, name):
+        self._step("exists")
+        return super().exists(name)
+
+    def take(self, name, target):
+        self._step("take")
+        super().take(name, target)
+
+    def put_back(self, name, target):
+        self._step("put back")
+        super().put_back(name, target)
 
     def remove(self, name):
         self._step("remove")
@@ -237,10 +239,24 @@ def test_a_collection_killed_at_every_step(store, factorization, other_factoriza
         assert len(everything(store)) == 4
 
 
+def test_two_collections_and_a_save_between_any_two_steps(store, factorization, unnamed):
+    """One collector stops at each of its steps while another runs to its end, and then somebody saves."""
+    for number in range(steps(lambda s: collect(s, older_than=0), store)):
+        unnamed()
+
+        def interfere(at, what, number=number):
+            if at == number:
+                collect(store, older_than=0)
+                store.save(factorization, "new")
+
+        collect(watched(store, interfere), older_than=0)
+        assert store.load("new").n == 3, f"lost before step {number}"
+
+
 def test_an_artifact_left_aside_comes_back_if_it_has_a_name(store, factorization):
     """A collector is killed after somebody has named what it had put aside."""
     name = store.save(factorization, "ref").path.name
-    (store.path / name).rename(store.path / (ASIDE + name))
+    (store.path / name).rename(store.path / (ASIDE + "0123-" + name))
     collect(store, older_than=0)
     assert store.load("ref").n == 3
     assert len(everything(store)) == 2
@@ -248,7 +264,7 @@ def test_an_artifact_left_aside_comes_back_if_it_has_a_name(store, factorization
 
 def test_a_reader_waits_for_what_is_put_back(store, factorization, monkeypatch):
     name = store.save(factorization, "ref").path.name
-    (store.path / name).rename(store.path / (ASIDE + name))
+    (store.path / name).rename(store.path / (ASIDE + "0123-" + name))
     monkeypatch.setattr("mmfact.store.store.time.sleep", lambda seconds: collect(store, older_than=0))
     assert store.load("ref").n == 3
 

@@ -95,3 +95,12 @@ def test_every_byte_of_a_chunk_is_under_its_checksum():
         damaged[position] ^= 1 << position % 8
         with pytest.raises(hdf5.LayoutError, match="fletcher32"):
             hdf5.read(bytes(damaged), found)
+
+
+def test_a_header_of_many_messages():
+    """They may be listed in a circle: refused by their number, before the first one is followed."""
+    data = bytearray(GOLDEN[0].read_bytes())
+    header = int.from_bytes(data[64:72], "little")
+    data[header + 2 : header + 4] = (65535).to_bytes(2, "little")
+    with pytest.raises(hdf5.LayoutError, match="65535 HDF5 header messages"):
+        hdf5.datasets(bytes(data), "spec")

@@ -43,7 +43,7 @@ def test_version_1(old, ref):
     assert loaded.certificate == source.certificate
     assert verify(loaded.workload, loaded.strategy, loaded.multipliers, loaded.certificate).passed
     assert before.items() <= files(old).items(), "what was there is as it was"
-    assert migrate(old, ref).digest == made.digest
+    assert migrate(old, ref) is None
     assert migrate(old, f"{ref}-v2") is None
 
 
