@@ -391,11 +391,16 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     except SystemExit as end:
         if end.code == INTERRUPTED:
             complaints.clear()
+            hook = _unheard  # more is thrown away while Python ends
         raise
     finally:
         sys.unraisablehook = hook
         for complaint in complaints:
             hook(complaint)
+
+
+def _unheard(complaint: sys.UnraisableHookArgs) -> None:
+    pass
 
 
 def _run(arguments: list[str]) -> NoReturn:

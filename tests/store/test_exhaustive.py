@@ -1,6 +1,6 @@
 """Every single bit of a small artifact flipped, and every truncation: as a user meets it, and past the outer digest.
 
-In worker processes: a crash of the HDF5 library would break the pool and fail the test.
+In worker processes: a crash would break the pool and fail the test.
 """
 
 import os
@@ -69,7 +69,7 @@ def as_a_user(path: Path, changes: range) -> tuple[int, int]:
 
 
 def past_the_digest(path: Path, changes: range) -> tuple[int, int]:
-    """The same as if the file digest were not checked: the bytes go straight to the HDF5 library."""
+    """The same as if the file digest were not checked: the bytes go straight to the reader."""
     data, truth, counts = path.read_bytes(), content(read(path)), [0, 0]
     for change in changes:
         try:
