@@ -24,7 +24,7 @@ def remove_command(refs: tuple[str, ...], store: str, as_json: bool) -> None:
     artifacts.check_removable()
     for ref in refs:  # all are there, or none is removed
         if not artifacts.has(ref):
-            artifacts.load(ref)  # says what it looks like
+            artifacts.remove(ref)  # says what it looks like
     for ref in refs:
         removed.append({"ref": ref, "artifact": artifacts.remove(ref) or None})
         if not as_json:
